@@ -1,0 +1,46 @@
+# Two commands set everything up on a machine that has Python >= 3.11, make and a package index:
+#   make demo    install and run the bundled batch
+#   make test    install with the test extra and run the tests
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check fmt lint types clean
+
+demo: $(VENV)/.installed
+	$(BIN)/dflash-batch demo
+
+test: $(VENV)/.tested
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.tested lint types
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.tested
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+fmt: $(VENV)/.tested
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# mypy and editors read the rooms through .typetree, under their real names.
+types: $(VENV)/.tested
+	mkdir -p .typetree/dflash_batch
+	ln -sfn ../../worker ../../decoder ../../cli .typetree/dflash_batch/
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit("dflash-batch needs Python 3.11 or newer") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .typetree build *.egg-info .pytest_cache .mypy_cache .ruff_cache

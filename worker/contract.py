@@ -1,0 +1,337 @@
+"""The contract: every record, error code and Redis key that crosses a process, and nothing else.
+
+A producer needs only this file to submit, a consumer only this file to read results. Records are
+JSON, never pickle. What we write ourselves may carry unknown fields when read back (a newer
+version wrote it); what a user writes may not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from enum import StrEnum
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA = 1
+"""Version of records, keys and scripts. A worker leases only batches of a schema it knows."""
+
+SHARD_ROWS = 32
+"""Most rows of a shard: one RQ job and one lease."""
+
+MAX_CUSTOM_ID = 1024
+"""Longest `custom_id`, in characters."""
+
+
+class ErrorCode(StrEnum):
+    """Why a line or a row has no completion. The text of each is stable; people filter on it."""
+
+    INVALID_JSON_LINE = "invalid_json_line"
+    INVALID_ENCODING = "invalid_encoding"
+    MISSING_REQUIRED_PARAMETER = "missing_required_parameter"
+    INVALID_VALUE = "invalid_value"
+    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+    MISMATCHED_ENDPOINT = "mismatched_endpoint"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    UNSUPPORTED_ENDPOINT = "unsupported_endpoint"
+    MODEL_NOT_FOUND = "model_not_found"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    CHAT_TEMPLATE_MISSING = "chat_template_missing"
+    CHAT_TEMPLATE_ERROR = "chat_template_error"
+    TOKENIZER_MISSING = "tokenizer_missing"
+    OUT_OF_MEMORY = "out_of_memory"
+    WORKER_LOST = "worker_lost"
+    GENERATION_TIMEOUT = "generation_timeout"
+    INTERNAL_ERROR = "internal_error"
+    BATCH_EXPIRED = "batch_expired"
+    BATCH_CANCELLED = "batch_cancelled"
+
+
+class Record(BaseModel):
+    """A frozen record we write and read ourselves; fields of a newer version are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    def dump(self) -> str:
+        """The record as compact JSON, None fields left out."""
+        return self.model_dump_json(exclude_none=True)
+
+    @classmethod
+    def parse(cls, data: str | bytes) -> Self:
+        """Inverse of `dump`. Raises pydantic.ValidationError."""
+        return cls.model_validate_json(data)
+
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
+CHAT: Endpoint = "/v1/chat/completions"
+TEXT: Endpoint = "/v1/completions"
+
+Prompt = str | list[int]
+"""A prompt of `/v1/completions`: text, or token ids."""
+
+
+class JobSpec(Record):
+    """One row: a validated input line. `index` names it everywhere; `custom_id` is only data."""
+
+    index: Annotated[int, Field(ge=0)]
+    line: Annotated[int, Field(ge=1)]  # 1-based line number in the input
+    custom_id: str
+    endpoint: Endpoint
+    model: str | None = None  # as the line said it; echoed in the answer
+    messages: list[dict[str, Any]] | None = None  # CHAT
+    prompts: list[Prompt] | None = None  # TEXT: one choice for each
+    max_tokens: int | None = None  # None: the model's default, or what room is left
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    seed: int | None = None
+    return_token_ids: bool = False
+    trace: bool = False  # body key `dflash_trace`
+    metadata: dict[str, Any] | None = None  # top-level `metadata`, echoed in the output line
+
+    @model_validator(mode="after")
+    def _has_one_input(self) -> Self:
+        if (self.endpoint == CHAT) != (self.messages is not None) or (
+            self.endpoint == TEXT
+        ) != (self.prompts is not None):
+            raise ValueError(f"{self.endpoint} does not match the prompt given")
+        return self
+
+
+class ModelRef(Record):
+    """What a worker must load to do a batch. Its key decides which worker sees which shard."""
+
+    target: str  # Hugging Face id, absolute folder, or "demo"
+    draft: str = "auto"  # "auto" | "none" | folder | Hugging Face id
+    block: int | None = None  # tokens of a draft block; None: what the draft was trained for
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+
+    @property
+    def key(self) -> str:
+        """16 hex digits over all fields and the schema."""
+        text = json.dumps([SCHEMA, self.target, self.draft, self.block, self.dtype])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Batch(Record):
+    """What a client asks for, as stored when the upload starts."""
+
+    id: str
+    model: ModelRef
+    name: str = ""  # of the input file, for people
+    total: int = 0  # rows; known when sealed
+    created: float = 0.0  # Unix seconds
+    max_attempts: int = 3
+    schema_: Annotated[int, Field(alias="schema")] = SCHEMA
+
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    def dump(self) -> str:
+        return self.model_dump_json(exclude_none=True, by_alias=True)
+
+
+class BatchState(StrEnum):
+    UPLOADING = "uploading"
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
+class BatchStatus(Record):
+    """A batch as the queue sees it now. ok + failed + left == total once sealed."""
+
+    batch: Batch
+    state: BatchState
+    total: int
+    left: int
+    ok: int
+    failed: int
+    shards: int
+    leased: int = 0  # shards held by workers now
+    sealed: float | None = None
+    started: float | None = None
+    finished: float | None = None
+    exported: str = "0-0"  # stream id up to which a client has the results on disk
+
+    @property
+    def done(self) -> bool:
+        return self.state in (BatchState.DONE, BatchState.CANCELLED)
+
+
+class Shard(Record):
+    """At most SHARD_ROWS rows that run, as far as possible, behind one prefix."""
+
+    id: str  # "<batch id>-<n>"
+    batch_id: str
+    group: str = ""  # hex of the prefix the rows share; a hint, never a correctness input
+    rows: list[JobSpec]
+
+    def packed(self) -> bytes:
+        """The rows as zlib-compressed JSON: what the queue stores."""
+        rows = [row.model_dump(exclude_none=True, exclude_defaults=True) for row in self.rows]
+        return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 6)
+
+    @staticmethod
+    def unpacked(data: bytes) -> list[JobSpec]:
+        """Inverse of `packed`."""
+        return [JobSpec.model_validate(row) for row in json.loads(zlib.decompress(data))]
+
+
+class Lease(Record):
+    """A shard in a worker's hands until `deadline_ms` (the server's clock).
+
+    `epoch` and `owner` together are the fence: a commit that carries an older epoch or another
+    owner changes nothing.
+    """
+
+    shard: Shard
+    epoch: int
+    owner: str
+    deadline_ms: int
+    pending: list[int]  # row indices without a terminal record yet; only these are to be run
+    model_key: str
+
+
+class RowMetrics(Record):
+    """What one row cost. Sums over rows are what `run --json` prints."""
+
+    worker: str = ""
+    attempts: int = 1
+    queue_ms: float = 0.0  # from the lease to the first forward
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    ttft_ms: float = 0.0  # from admission to the first token
+    batch_width: int = 0  # most rows decoded together while this one ran
+    cycles: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0  # really computed for this row
+    cached_tokens: int = 0  # prompt_tokens - prefill_tokens
+    completion_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    spec: Literal["on", "off", "auto-off"] = "off"
+    cache_source: Literal["none", "batch", "ram", "ssd"] = "none"
+    draft: str | None = None  # effective settings: name of the draft,
+    block: int = 1  # tokens of a block,
+    dtype: str = ""  # dtype of the weights' arithmetic
+    emitted_per_cycle: list[list[int]] | None = None  # one list a choice; with dflash_trace only
+    drafted_per_cycle: list[list[list[int]]] | None = None
+
+
+class RowStatus(StrEnum):
+    OK = "ok"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+    POISON = "poison"
+
+
+class RowResult(Record):
+    """The terminal record of a row. The first one written wins."""
+
+    index: int
+    custom_id: str
+    status: RowStatus
+    response: dict[str, Any] | None = None  # {"status_code", "request_id", "body"}
+    error: dict[str, str] | None = None  # {"code", "message"} of a row that never ran
+    metrics: RowMetrics = RowMetrics()
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is RowStatus.OK
+
+    @property
+    def code(self) -> str | None:
+        """The error code of a row that failed, else None."""
+        if self.error is not None:
+            return self.error["code"]
+        if self.ok or self.response is None:
+            return None
+        code: str = self.response["body"]["error"]["code"]
+        return code
+
+    def packed(self) -> bytes:
+        return zlib.compress(self.dump().encode(), 6)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Self:
+        return cls.parse(zlib.decompress(data))
+
+
+class WorkerInfo(Record):
+    """What a worker says of itself; kept in Redis with a TTL."""
+
+    name: str  # "<host>-<uuid>", never reused
+    host: str
+    pid: int
+    model: ModelRef | None = None
+    model_key: str = ""
+    state: Literal["starting", "loading", "idle", "busy", "parked", "draining"] = "starting"
+    version: str = ""
+    schema_min: int = SCHEMA
+    schema_max: int = SCHEMA
+    started: float = 0.0
+    rows_done: int = 0
+    active: int = 0  # rows in the decoder now
+    tokens_per_s: float = 0.0
+    note: str = ""  # last trouble, for people
+
+
+class Key:
+    """Every Redis key, all in the hash slot of `{dfb}`. `b` is a batch id, `s` a shard id."""
+
+    TAG = "{dfb}"
+    META = f"{TAG}:meta"  # hash: schema, created
+    LEASES = f"{TAG}:lease"  # zset: shard id -> deadline, ms
+    BATCHES = f"{TAG}:batches"  # zset: batch id -> created
+    MODELS = f"{TAG}:models"  # hash: model key -> ModelRef JSON
+    WORKERS = f"{TAG}:workers"  # set of worker names
+    RQ_PREFIX = f"{TAG}:rq"  # RQ's own keys, the view
+    QUEUE = "dflash"  # RQ queue name
+
+    @staticmethod
+    def batch(b: str) -> str:
+        """hash: state, model_key, spec (Batch JSON), total, left, n_ok, n_err, times, …"""
+        return f"{Key.TAG}:b:{b}"
+
+    @staticmethod
+    def shard(s: str) -> str:
+        """hash: b, g, n, st, epoch, owner, deaths, p (zlib JSON rows), ex (RQ execution)"""
+        return f"{Key.TAG}:s:{s}"
+
+    @staticmethod
+    def runnable(model_key: str) -> str:
+        """zset: batches of the model with ready shards, score = virtual time (rows leased)"""
+        return f"{Key.TAG}:rb:{model_key}"
+
+    @staticmethod
+    def ready(b: str) -> str:
+        """list: ready shards of a batch, in prefix order"""
+        return f"{Key.TAG}:rg:{b}"
+
+    @staticmethod
+    def shards(b: str) -> str:
+        """set: all shard ids of a batch"""
+        return f"{Key.TAG}:bs:{b}"
+
+    @staticmethod
+    def done(b: str) -> str:
+        """bitmap: one bit a row, set once; the exactly-once point"""
+        return f"{Key.TAG}:done:{b}"
+
+    @staticmethod
+    def results(b: str) -> str:
+        """stream: i (row index), r (RowResult, zlib), e (epoch), w (worker)"""
+        return f"{Key.TAG}:res:{b}"
+
+    @staticmethod
+    def worker_leases(worker: str) -> str:
+        """set: shards the worker holds"""
+        return f"{Key.TAG}:wl:{worker}"
+
+    @staticmethod
+    def worker(worker: str) -> str:
+        """string with TTL: WorkerInfo JSON"""
+        return f"{Key.TAG}:w:{worker}"
