@@ -55,8 +55,9 @@ def parse_body(body: dict[str, Any], endpoint: Endpoint) -> Body:
     values: dict[str, Any] = {}
     ignored: list[str] = []
     problems = _wrong_input(body, endpoint)
+    named = {problem.param for problem in problems}
     for name, value in body.items():
-        if value is None or any(name == problem.param for problem in problems):
+        if value is None or name in named:
             continue
         rule = FIELDS.get(name)
         try:
@@ -181,8 +182,11 @@ def _integer(value: Any) -> int:
     return value
 
 
+_NUMBER = (int, float)
+
+
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, _NUMBER):
         raise _invalid(f"must be a number, not {_name(value)}")
     return value
 
@@ -339,7 +343,6 @@ def _first(names: Iterable[str]) -> str | None:
     return next(iter(names), None)
 
 
-_NUMBER = (int, float)
 _NO_TOOLS = "is not supported yet: tools are not offered to the model"
 _NO_THINKING = "is not supported yet: the template's own default is used"
 

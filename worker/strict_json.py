@@ -37,7 +37,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
         message = f"byte 0x{data[error.start]:02x} is not UTF-8 (col {column})"
         raise BadLine(ErrorCode.INVALID_ENCODING, message, column=column) from error
     try:
-        value = _decoder.decode(text)
+        value, end = _decoder.raw_decode(text) if text.startswith("{") else (None, -1)
+        if end != len(text):
+            value = _decoder.decode(text)  # spaces around it, or trouble: the slower way
     except json.JSONDecodeError as error:
         raise _json_problem(error, text) from error
     except BadLine as problem:
