@@ -23,6 +23,7 @@ from dflash_batch.worker.contract import (
     JobSpec,
     Record,
 )
+from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.fields import BodyError, parse_body
 from dflash_batch.worker.strict_json import BadLine, parse_object, quoted
 
@@ -51,8 +52,10 @@ class LineError(Record):
     column: int | None = None  # 1-based, in characters, where the place is known
 
 
-class InputError(Exception):
+class InputError(UserError):
     """Raised when the input as a whole is no batch: empty, or beyond the limits."""
+
+    code = "invalid_input"
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,7 @@ class _Scan:
         open_ended = [row.line for row in self.rows if row.max_tokens is None]
         if open_ended:
             found.append(
-                f"{_lines(len(open_ended))}: no max_tokens: an answer may fill the context "
+                f"{_lines(len(open_ended))}: no max_tokens: the default is used "
                 f"(first: line {open_ended[0]})"
             )
         others = {name: n for name, n in self.models.items() if name != self._default_model}
