@@ -1,8 +1,8 @@
 """What can go wrong in the decoder.
 
-    DecoderError
-    ├── LoadError        a model, draft or tokenizer cannot be used
-    └── PromptError      one row's prompt cannot be used; the others run
+DecoderError
+├── LoadError        a model, draft or tokenizer cannot be used
+└── PromptError      one row's prompt cannot be used; the others run
 """
 
 from __future__ import annotations

@@ -1,0 +1,193 @@
+"""The KV arena: keys and values of many rows side by side, each row with its own length.
+
+Left-aligned, one committed length per row, fixed-shape steps:
+
+    column      0 1 2 3 4 5 6 7 8 9 …                 capacity, a multiple of STEP
+    row 0       k k k k k . . .                       offset 5
+    row 1       k k k k k k k k x x                   offset 8; x: written, not (yet) committed
+    row 2       .                                     idle, offset 0
+
+A forward of T tokens writes columns offset … offset+T-1 of every row and commits none of them;
+`Lens.advance` commits. Rolling back a rejected tail is therefore nothing at all: the next write
+covers it, and until then the mask hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+GPU_STEP = 256
+"""Column step on a GPU: attention is planned anew for each shape, so shapes must be few."""
+CPU_STEP = 64
+"""Column step on the CPU backend, where every masked column is paid for."""
+
+
+def column_step() -> int:
+    """The column step of the default device."""
+    return GPU_STEP if mx.default_device() == mx.gpu else CPU_STEP
+
+
+class Lens:
+    """The committed length of each row, shared by all layers of a target and its draft.
+
+    `offset` is int32 [R] on the device and is rebound, never mutated: others may hold it.
+    `bound` is the host's upper bound of any length; it only sets capacity and mask width, so the
+    host need not wait for the device to know the lengths.
+    """
+
+    def __init__(self, rows: int, *, step: int | None = None) -> None:
+        self.rows = rows
+        self.step = step or column_step()
+        self.offset = mx.zeros((rows,), dtype=mx.int32)
+        self.bound = 0
+        self.columns = 0
+        self.index = mx.zeros((rows, 0), dtype=mx.int32)
+
+    def open(self, width: int) -> None:
+        """Fix the shapes of one forward of `width` tokens per row.
+
+        Sets `columns`, the visible columns S, and `index`, the int32 [R, T] columns to write.
+        """
+        self.columns = -(-(self.bound + width) // self.step) * self.step
+        self.index = self.offset[:, None] + mx.arange(width, dtype=mx.int32)[None]
+
+    def causal(self, window: int | None = None) -> mx.array:
+        """Bool mask [R, 1, T, S]: a token sees itself, and what came before within `window`."""
+        column = mx.arange(self.columns, dtype=mx.int32)
+        own = self.index[:, None, :, None]
+        mask = column <= own
+        if window is not None:
+            mask = mask & (column > own - window)
+        return mask
+
+    def advance(self, keep: mx.array) -> None:
+        """Commit the first `keep` (int32 [R]) of the tokens written last in each row."""
+        self.offset = self.offset + keep
+
+    def place(self, row: int, length: int) -> None:
+        """Set the length of one row: one was loaded into it, or it was emptied."""
+        here = mx.arange(self.rows, dtype=mx.int32) == row
+        self.offset = mx.where(here, mx.array(length, dtype=mx.int32), self.offset)
+
+    def select(self, rows: mx.array) -> None:
+        """Keep the rows named by `rows` (int32 [R']), in that order."""
+        self.rows = rows.shape[0]
+        self.offset = self.offset[rows]
+
+
+class LayerKV:
+    """Keys and values of one layer, [R, heads, columns, head_dim].
+
+    It has the three members which stock mlx-lm attention modules ask of a cache (`offset`,
+    `update_and_fetch`, `make_mask` is not needed: masks come from `Lens`), so they run unmodified.
+    """
+
+    def __init__(self, lens: Lens) -> None:
+        self.lens = lens
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    @property
+    def offset(self) -> mx.array:
+        """int32 [R]: the rope position of the first token of this forward in each row."""
+        return self.lens.offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write [R, heads, T, D] at each row's own columns; return the visible columns."""
+        self.keys = self._written(self._room(self.keys, keys), keys)
+        self.values = self._written(self._room(self.values, values), values)
+        return self.keys[:, :, : self.lens.columns], self.values[:, :, : self.lens.columns]
+
+    def _written(self, buffer: mx.array, new: mx.array) -> mx.array:
+        # put_along_axis lets MLX write in place when nobody else holds the buffer.
+        index = mx.broadcast_to(self.lens.index[:, None, :, None], new.shape)
+        return mx.put_along_axis(buffer, index, new.astype(buffer.dtype), axis=2)
+
+    def _room(self, buffer: mx.array | None, like: mx.array) -> mx.array:
+        """`buffer` with at least `lens.columns` columns."""
+        rows, heads, _, dim = like.shape
+        have = 0 if buffer is None else buffer.shape[2]
+        missing = self.lens.columns - have
+        if buffer is not None and missing <= 0:
+            return buffer
+        more = mx.zeros((rows, heads, missing, dim), dtype=like.dtype)
+        return more if buffer is None else mx.concatenate([buffer, more], axis=2)
+
+    def read(self, row: int, length: int) -> tuple[mx.array, mx.array]:
+        """A copy-on-write view of one row's first `length` columns, [1, heads, length, D]."""
+        assert self.keys is not None
+        assert self.values is not None
+        return (
+            self.keys[row : row + 1, :, :length],
+            self.values[row : row + 1, :, :length],
+        )
+
+    def load(self, row: int, keys: mx.array, values: mx.array) -> None:
+        """Put one row's columns, [1, heads, n, D], at the left of row `row`."""
+        self.keys = self._loaded(self.keys, row, keys)
+        self.values = self._loaded(self.values, row, values)
+
+    def _loaded(self, buffer: mx.array | None, row: int, new: mx.array) -> mx.array:
+        _, heads, length, dim = new.shape
+        columns = -(-length // self.lens.step) * self.lens.step
+        if buffer is None:
+            buffer = mx.zeros((self.lens.rows, heads, columns, dim), dtype=new.dtype)
+        elif buffer.shape[2] < columns:
+            more = mx.zeros((buffer.shape[0], heads, columns - buffer.shape[2], dim), buffer.dtype)
+            buffer = mx.concatenate([buffer, more], axis=2)
+        start = mx.array([row, 0], dtype=mx.int32)
+        return mx.slice_update(buffer, new.astype(buffer.dtype), start, axes=[0, 2])
+
+    def select(self, rows: mx.array) -> None:
+        """Keep the rows named by `rows`, in that order. One copy."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class Snapshot(NamedTuple):
+    """The first `length` columns of one row, of every layer. Immutable."""
+
+    length: int
+    layers: tuple[tuple[mx.array, mx.array], ...]  # keys, values [1, heads, length, D]
+
+    def first(self, length: int) -> Snapshot:
+        """The snapshot of a shorter prefix."""
+        assert length <= self.length
+        if length == self.length:
+            return self
+        return Snapshot(length, tuple((k[:, :, :length], v[:, :, :length]) for k, v in self.layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+
+class Arena:
+    """The layers of one model on one `Lens`."""
+
+    def __init__(self, layers: int, lens: Lens) -> None:
+        self.lens = lens
+        self.layers = [LayerKV(lens) for _ in range(layers)]
+
+    def snapshot(self, row: int, length: int) -> Snapshot:
+        """Copy out the first `length` columns of a row."""
+        # Contiguous copies: a view would keep the whole arena from being written in place.
+        pairs = (layer.read(row, length) for layer in self.layers)
+        return Snapshot(length, tuple((mx.contiguous(k), mx.contiguous(v)) for k, v in pairs))
+
+    def load(self, row: int, snapshot: Snapshot) -> None:
+        """Put a snapshot into a row. The row's length is `Lens.place`'s business."""
+        for layer, (keys, values) in zip(self.layers, snapshot.layers, strict=True):
+            layer.load(row, keys, values)
+
+    def select(self, rows: mx.array) -> None:
+        for layer in self.layers:
+            layer.select(rows)
+
+    def arrays(self) -> Sequence[mx.array]:
+        """Every buffer, for evaluation."""
+        return [a for layer in self.layers for a in (layer.keys, layer.values) if a is not None]

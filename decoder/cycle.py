@@ -1,0 +1,93 @@
+"""The decoder's cycle: draft, verify, accept, commit, for all rows in one go.
+
+Nothing here waits for the device. Invariant at the top of a cycle, per row: N tokens are
+committed in the target's arena and in the drafter's state, and the anchor, the newest emitted
+token, sits at position N.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from dflash_batch.decoder.acceptance import accept_greedy
+from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.drafters import Drafter, DrafterState
+from dflash_batch.decoder.targets.base import Target
+
+
+class Slots:
+    """Rows on the device: lengths, caches, anchors, and how much each may still emit."""
+
+    def __init__(self, rows: int, target: Target, drafter: Drafter) -> None:
+        self.lens = Lens(rows)
+        self.arena: Arena = target.new_arena(self.lens)
+        self.draft: DrafterState = drafter.new_state(self.lens)
+        self.anchor = mx.zeros((rows,), dtype=mx.int32)
+        self.remaining = mx.zeros((rows,), dtype=mx.int32)  # 0: the row is idle
+
+    @property
+    def rows(self) -> int:
+        return self.lens.rows
+
+    def place(self, row: int, length: int, anchor: int, remaining: int) -> None:
+        """Make a loaded row live, or with remaining = 0 an idle one."""
+        here = mx.arange(self.rows, dtype=mx.int32) == row
+        self.lens.place(row, length)
+        self.anchor = mx.where(here, mx.array(anchor, dtype=mx.int32), self.anchor)
+        self.remaining = mx.where(here, mx.array(remaining, dtype=mx.int32), self.remaining)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep the rows named, in that order."""
+        index = mx.array(rows, dtype=mx.int32)
+        self.lens.select(index)
+        self.arena.select(index)
+        self.draft.select(index)
+        self.anchor, self.remaining = self.anchor[index], self.remaining[index]
+
+
+class Verdict(NamedTuple):
+    """What a cycle brought, int32, on the device until somebody reads it."""
+
+    chosen: mx.array  # [R, k+1]; the first keep[r] are row r's new tokens
+    keep: mx.array  # [R]
+    accepted: mx.array  # [R] drafts that agreed
+    width: mx.array  # [R] the row's block length
+    drafts: mx.array  # [R, k]; the first width[r]-1 are row r's
+
+
+def cycle(slots: Slots, target: Target, drafter: Drafter, k: int) -> Verdict:
+    """Draft up to k tokens for every row, verify them in one forward, keep what stands."""
+    # A row never drafts past its budget: its block is as short as what it may still emit.
+    width = mx.minimum(slots.remaining + 1, k + 1)
+    drafts = drafter.propose(slots.draft, slots.anchor, width, k)
+
+    block = mx.concatenate([slots.anchor[:, None], drafts], axis=1)
+    slots.lens.open(k + 1)
+    seen = target.forward(block, slots.arena, drafter.spec.taps)
+    chosen = mx.argmax(target.logits(seen.hidden), axis=-1).astype(mx.int32)
+
+    keep, accepted = accept_greedy(drafts, chosen, width, slots.remaining)
+    drafter.commit(slots.draft, block, seen.features, keep)
+    slots.lens.advance(keep)
+    newest = mx.take_along_axis(chosen, mx.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
+    slots.anchor = mx.where(keep > 0, newest, slots.anchor)
+    slots.remaining = slots.remaining - keep
+    return Verdict(chosen, keep, accepted, width, drafts)
+
+
+def prefill(
+    slots: Slots, target: Target, drafter: Drafter, tokens: mx.array, count: mx.array
+) -> mx.array:
+    """Run one chunk of prompt tokens, int32 [R, T], of which the first count[r] are row r's.
+
+    Returns the target's argmax after the last of them, int32 [R] (of no meaning where count is 0).
+    """
+    slots.lens.open(tokens.shape[1])
+    seen = target.forward(tokens, slots.arena, drafter.spec.taps)
+    last = mx.maximum(count - 1, 0)[:, None, None]
+    hidden = mx.take_along_axis(seen.hidden, last, axis=1)
+    drafter.commit(slots.draft, tokens, seen.features, count)
+    slots.lens.advance(count)
+    return mx.argmax(target.logits(hidden)[:, 0], axis=-1).astype(mx.int32)

@@ -1,0 +1,181 @@
+"""The DFlash draft: a small block-diffusion transformer, batched over rows.
+
+Formulas: arXiv 2602.06036 (DFlash), §3. One forward turns `[anchor, MASK, …, MASK]` into drafts
+for every masked position. Keys and values of committed positions come from the target's hidden
+states; the block's own are written to the same arena right of them and never committed:
+
+    column      0 … N-1             N … N+V-1            N+V …
+    holds       context keys        block keys           whatever a longer block left
+    full layer  seen by all rows    seen by all rows     hidden
+    causal      Δ < window          0 ≤ Δ < window       hidden
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from dflash_batch.decoder.arena import Arena, LayerKV, Lens
+from dflash_batch.decoder.draft_config import DraftConfig
+from dflash_batch.decoder.drafters import DrafterSpec
+from dflash_batch.decoder.targets.base import Target
+
+
+class DraftAttention(nn.Module):
+    """Attention of block queries over context keys and block keys."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        h, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.heads, self.kv_heads = config.num_heads, config.num_kv_heads
+        self.scale = dim**-0.5
+        self.q_proj = nn.Linear(h, self.heads * dim, bias=bias)
+        self.k_proj = nn.Linear(h, self.kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(h, self.kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * dim, h, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(
+            dim,
+            base=config.rope_theta,
+            traditional=False,
+            scaling_config=config.rope_scaling,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+
+    def write(self, x: mx.array, cache: LayerKV) -> tuple[mx.array, mx.array]:
+        """Keys and values of x [R, T, h] into the arena at each row's own columns."""
+        rows, width, _ = x.shape
+        keys = self.k_norm(self.k_proj(x).reshape(rows, width, self.kv_heads, -1))
+        keys = self.rope(keys.transpose(0, 2, 1, 3), offset=cache.offset)
+        values = self.v_proj(x).reshape(rows, width, self.kv_heads, -1).transpose(0, 2, 1, 3)
+        return cache.update_and_fetch(keys, values)
+
+    def __call__(self, x: mx.array, mask: mx.array, cache: LayerKV) -> mx.array:
+        rows, width, _ = x.shape
+        queries = self.q_norm(self.q_proj(x).reshape(rows, width, self.heads, -1))
+        queries = self.rope(queries.transpose(0, 2, 1, 3), offset=cache.offset)
+        keys, values = self.write(x, cache)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self.scale, mask=mask
+        )
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(rows, width, -1))
+
+
+class DraftMLP(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        h, f = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(h, f, bias=False)
+        self.up_proj = nn.Linear(h, f, bias=False)
+        self.down_proj = nn.Linear(f, h, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = nn.RMSNorm(h, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(h, eps=eps)
+
+    def __call__(self, x: mx.array, mask: mx.array, cache: LayerKV) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DraftModel(nn.Module):
+    """The parameters of a draft checkpoint, under their public names."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        h, taps = config.hidden_size, len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * h, h, bias=False)
+        self.hidden_norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+        self.layers = [DraftLayer(config) for _ in range(config.num_layers)]
+        self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
+
+    def fuse(self, features: mx.array) -> mx.array:
+        """Target features [R, T, n·h] to context vectors [R, T, h], shared by all layers."""
+        fused: mx.array = self.hidden_norm(self.fc(features))
+        return fused
+
+
+class DFlashDrafter:
+    """A `Drafter` that proposes a whole block in one forward."""
+
+    def __init__(self, model: DraftModel, config: DraftConfig, target: Target, block: int) -> None:
+        self.model = model
+        self.config = config
+        self.target = target
+        dtype: mx.Dtype = model.norm.weight.dtype
+        self.spec = DrafterSpec(
+            kind="dflash",
+            taps=config.target_layer_ids,
+            max_k=block - 1,
+            bytes_per_token=2
+            * config.num_layers
+            * config.num_kv_heads
+            * config.head_dim
+            * dtype.size,
+        )
+
+    def new_state(self, lens: Lens) -> Arena:
+        return Arena(self.config.num_layers, lens)
+
+    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+        logits = self.draft_logits(state, anchor, width, k)
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    def draft_logits(self, state: Arena, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+        """Logits [R, k, vocab] of the drafts: same-position prediction, row j for offset j."""
+        config, lens = self.config, state.lens
+        lens.open(k + 1)
+        masks = mx.full((anchor.shape[0], k), config.mask_token_id, dtype=mx.int32)
+        block = mx.concatenate([anchor[:, None], masks], axis=1)
+        x = self.target.embed(block)
+        if config.embedding_scale != 1.0:
+            x = x * config.embedding_scale
+        kinds = {
+            kind: self._mask(lens, width, *kind)
+            for kind in set(zip(config.windows, config.causal, strict=True))
+        }
+        for i, (layer, cache) in enumerate(zip(self.model.layers, state.layers, strict=True)):
+            x = layer(x, kinds[config.windows[i], config.causal[i]], cache)
+        logits = self.target.head(self.model.norm(x[:, 1:]))
+        if config.output_multiplier != 1.0:
+            logits = logits * config.output_multiplier
+        if config.softcap is not None:
+            logits = mx.tanh(logits / config.softcap) * config.softcap
+        return logits
+
+    def commit(
+        self, state: Any, tokens: mx.array, features: mx.array | None, keep: mx.array
+    ) -> None:
+        assert features is not None
+        context = self.model.fuse(features)
+        for layer, cache in zip(self.model.layers, state.layers, strict=True):
+            layer.self_attn.write(context, cache)
+
+    @staticmethod
+    def _mask(lens: Lens, width: mx.array, window: int | None, causal: bool) -> mx.array:
+        """Bool [R, 1, T, S] of the drawing above, each row with its own block length."""
+        column = mx.arange(lens.columns, dtype=mx.int32)
+        own = lens.index[:, None, :, None]
+        if causal:
+            mask = column <= own
+        else:
+            end = (lens.offset + width)[:, None, None, None]
+            mask = mx.broadcast_to(column < end, (*own.shape[:3], lens.columns))
+        if window is not None:
+            mask = mask & (column > own - window)
+            if not causal:
+                mask = mask & (column < own + window)
+        return mask

@@ -1,0 +1,355 @@
+"""The decoder: rows wait, are admitted, decode together cycle by cycle, and leave one by one.
+
+`Decoder.step` is the whole life: admit what fits, launch one cycle, read the oldest cycle in
+flight, retire what ended. On a GPU the host reads cycle i-1 while cycle i runs; a row that ended
+in i-1 then rides along once for nothing, and its tokens are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jinja2
+import mlx.core as mx
+import numpy as np
+
+from dflash_batch.decoder.cycle import Slots, Verdict, cycle
+from dflash_batch.decoder.drafters import Drafter
+from dflash_batch.decoder.errors import PromptError
+from dflash_batch.decoder.prefill import Prefiller
+from dflash_batch.decoder.prefix import Tokens
+from dflash_batch.decoder.targets.base import Target
+from dflash_batch.decoder.text import StopStrings, cut
+from dflash_batch.decoder.types import Completion, FinishReason, Load, ModelInfo, Request
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Row counts the arena is made for: few shapes, little idle width."""
+
+LOOK_AHEAD = 32
+"""Waiting rows compared to find a shared prefix."""
+
+DEFAULT_MAX_TOKENS = 1024
+"""Budget of a row that names none, when the context has that much room."""
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A row's life on the host."""
+
+    request: Request
+    prompt: Tokens
+    added: float
+    stops: frozenset[int]
+    watch: StopStrings | None
+    tokens: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    cancelled: bool = False
+    computed: int = 0
+    started: float = 0.0
+    first: float = 0.0
+    width: int = 1
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted_per_cycle: list[int] = field(default_factory=list)
+    drafted_per_cycle: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return self.cancelled or self.reason is not None
+
+    @property
+    def left(self) -> int:
+        return self.request.max_tokens - len(self.tokens)
+
+    @property
+    def committed(self) -> int:
+        """Tokens in the cache: all but the anchor."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    def take(self, tokens: Sequence[int]) -> int:
+        """Emit tokens up to and including the one that ends the row; return how many."""
+        for n, token in enumerate(tokens, 1):
+            self.tokens.append(token)
+            if token in self.stops or (self.watch is not None and self.watch.push(token)):
+                self.reason = "stop"
+            elif self.left <= 0:
+                self.reason = "length"
+            if self.reason is not None:
+                return n
+        return len(tokens)
+
+
+class _Flight(NamedTuple):
+    """A cycle on its way: whose slot was whose when it was launched."""
+
+    rows: list[_Row | None]
+    tokens: int  # per row, anchor included
+    verdict: Verdict
+
+
+class Decoder:
+    """Decodes rows in batch, greedily. A row's tokens do not depend on its neighbours.
+
+    `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
+    each cycle at once (better on the CPU backend, where the two compete for the same cores).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        *,
+        info: ModelInfo,
+        tokenizer: Any = None,
+        max_batch: int = 16,
+        depth: int | None = None,
+    ) -> None:
+        if max_batch < 1:
+            raise ValueError("max_batch must be at least 1")
+        self.info = info
+        self._target = target
+        self._drafter = drafter
+        self._tokenizer = tokenizer
+        self._max_batch = max_batch
+        self._gpu = mx.default_device() == mx.gpu
+        self._depth = int(self._gpu) if depth is None else depth
+        self._waiting: deque[_Row] = deque()
+        self._prefiller = Prefiller(target, drafter)
+        self._slots = Slots(1, target, drafter)
+        self._rows: list[_Row | None] = [None]  # of each slot
+        self._flights: deque[_Flight] = deque()
+
+    # Prompts
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of a chat by the model's own template, ready for the answer.
+
+        Raises PromptError: tokenizer_missing, chat_template_missing, chat_template_error.
+        """
+        tokenizer = self._need_tokenizer("messages")
+        if not self.info.has_chat_template:
+            raise PromptError(
+                "the model has no chat template; use /v1/completions with a prompt",
+                code="chat_template_missing",
+                param="messages",
+            )
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
+            raise PromptError(
+                f"the model's chat template refused the messages: {e}",
+                code="chat_template_error",
+                param="messages",
+            ) from e
+        return [int(i) for i in ids]
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of plain text, with the first token the tokenizer sets by itself, if any."""
+        return [int(i) for i in self._need_tokenizer("prompt").encode(text)]
+
+    def _need_tokenizer(self, param: str) -> Any:
+        if self._tokenizer is None:
+            raise PromptError(
+                "the model folder has no tokenizer files; give the prompt as token ids",
+                code="tokenizer_missing",
+                param=param,
+            )
+        return self._tokenizer
+
+    def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
+        """The output budget of a prompt, in tokens.
+
+        Raises PromptError: invalid_value, or context_length_exceeded when it does not fit.
+        """
+        if not prompt:
+            raise PromptError("the prompt is empty")
+        for token in (max(prompt), min(prompt)):
+            if not 0 <= token < self.info.vocab_size:
+                raise PromptError(
+                    f"token id {token} is outside the vocabulary of {self.info.vocab_size:,}"
+                )
+        limit = self.info.context_length
+        if len(prompt) + (max_tokens or 1) > limit:
+            budget = "" if max_tokens is None else f" with max_tokens {max_tokens:,}"
+            raise PromptError(
+                f"prompt has {len(prompt):,} tokens; limit is {limit:,}{budget}",
+                code="context_length_exceeded",
+            )
+        return max_tokens or min(DEFAULT_MAX_TOKENS, limit - len(prompt))
+
+    # Rows in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a row for admission. Raises PromptError if it can never run."""
+        self.room(request.prompt, request.max_tokens)
+        eos = frozenset[int]() if request.ignore_eos else self.info.eos_token_ids
+        watch = StopStrings(self._need_tokenizer("stop"), request.stop) if request.stop else None
+        self._waiting.append(
+            _Row(
+                request=request,
+                prompt=np.array(request.prompt, dtype=np.int32),
+                added=time.perf_counter(),
+                stops=eos | request.stop_token_ids,
+                watch=watch,
+            )
+        )
+
+    def cancel(self, uid: int) -> None:
+        """Forget a row: it will not be among the completions."""
+        for row in (*self._waiting, *self._rows):
+            if row is not None and row.request.uid == uid:
+                row.cancelled = True
+        self._waiting = deque(row for row in self._waiting if not row.cancelled)
+
+    def load(self) -> Load:
+        """Rows waiting, and rows decoding."""
+        return Load(len(self._waiting), sum(row is not None for row in self._rows))
+
+    def step(self) -> list[Completion]:
+        """Admit what fits, run one cycle, and return the rows that ended."""
+        over = self._admit()
+        if any(row is not None and not row.over for row in self._rows):
+            self._flights.append(self._launch())
+            while len(self._flights) > self._depth:
+                self._land(self._flights.popleft())
+        else:
+            # Every row has ended: what is still in flight holds only tokens to be dropped.
+            self._flights.clear()
+        over += self._retire()
+        now = time.perf_counter()
+        return [self._completion(row, now) for row in over if not row.cancelled]
+
+    def close(self) -> None:
+        """Forget all rows and give the memory back."""
+        self._waiting.clear()
+        self._flights.clear()
+        self._prefiller.forget()
+        self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
+        mx.clear_cache()
+
+    # One cycle
+
+    def _launch(self) -> _Flight:
+        live = [row for row in self._rows if row is not None and not row.over]
+        for row in live:
+            row.width = max(row.width, len(live))
+        most = self._drafter.spec.max_k
+        # No row needs a block longer than its budget. A GPU keeps one shape all the same: a
+        # smaller block saves it nothing, and each new shape is planned anew.
+        k = most if self._gpu else min(most, max(row.left for row in live))
+        self._slots.lens.bound = max(row.committed for row in live) + sum(
+            flight.tokens for flight in self._flights
+        )
+        verdict = cycle(self._slots, self._target, self._drafter, k)
+        mx.async_eval(*verdict, self._slots.lens.offset, self._slots.anchor, self._slots.remaining)
+        return _Flight(list(self._rows), k + 1, verdict)
+
+    def _land(self, flight: _Flight) -> None:
+        chosen, keep, accepted, width, drafts = (np.array(a) for a in flight.verdict)
+        for slot, row in enumerate(flight.rows):
+            if row is None or row.over:
+                continue
+            kept = row.take(chosen[slot, : keep[slot]].tolist())
+            row.cycles += 1
+            row.drafted += int(width[slot]) - 1
+            row.accepted += min(kept, int(accepted[slot]))
+            if row.request.trace:
+                row.emitted_per_cycle.append(kept)
+                row.drafted_per_cycle.append(tuple(drafts[slot, : width[slot] - 1].tolist()))
+
+    def _retire(self) -> list[_Row]:
+        """Take out the rows that ended, and narrow the arena when it has become too wide."""
+        over = [row for row in self._rows if row is not None and row.over]
+        for slot, row in enumerate(self._rows):
+            if row is not None and row.over:
+                self._rows[slot] = None
+                self._slots.place(slot, length=0, anchor=0, remaining=0)
+        live = sum(row is not None for row in self._rows)
+        if not live:
+            self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
+        elif not self._waiting and _width(live) < len(self._rows):
+            self._resize(_width(live))
+        return over
+
+    def _completion(self, row: _Row, now: float) -> Completion:
+        request = row.request
+        return Completion(
+            uid=request.uid,
+            token_ids=tuple(row.tokens),
+            text=self._text(row),
+            finish_reason=row.reason or "stop",
+            prompt_tokens=len(request.prompt),
+            prefill_tokens=row.computed,
+            cached_tokens=len(request.prompt) - row.computed,
+            cycles=row.cycles,
+            draft_tokens=row.drafted,
+            accepted_tokens=row.accepted,
+            batch_width=row.width,
+            wait_ms=1e3 * (row.started - row.added),
+            prefill_ms=1e3 * (row.first - row.started),
+            ttft_ms=1e3 * (row.first - row.added),
+            decode_ms=1e3 * (now - row.first),
+            emitted_per_cycle=tuple(row.emitted_per_cycle) if request.trace else None,
+            drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,
+        )
+
+    def _text(self, row: _Row) -> str:
+        if self._tokenizer is None:
+            return ""
+        # Decoded whole at the end: pieces joined can differ at their seams for some tokenizers.
+        ids = row.tokens[:-1] if row.tokens[-1] in row.stops else row.tokens
+        return cut(self._tokenizer.decode(ids, skip_special_tokens=True), row.request.stop)
+
+    # Admission
+
+    def _admit(self) -> list[_Row]:
+        """Prefill waiting rows into free slots; return those that ended with their first token."""
+        over = []
+        while self._waiting and (free := self._free()):
+            at_hand = [row.prompt for row in list(self._waiting)[:LOOK_AHEAD]]
+            group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
+            started = time.perf_counter()
+            staged = self._prefiller.run(at_hand[: len(group)], at_hand[len(group) :])
+            now = time.perf_counter()
+            for i, row in enumerate(group):
+                row.started, row.first, row.computed = started, now, staged.computed[i]
+                row.take([int(staged.first[i])])
+            over += [row for row in group if row.over]
+            self._seat([(row, i) for i, row in enumerate(group) if not row.over], staged.slots)
+        return over
+
+    def _free(self) -> int:
+        return self._max_batch - sum(row is not None for row in self._rows)
+
+    def _seat(self, staged: list[tuple[_Row, int]], source: Slots) -> None:
+        """Copy staged rows into free slots and make them live."""
+        need = len(staged) + sum(row is not None for row in self._rows)
+        if need > len(self._rows):
+            self._resize(min(_width(need), self._max_batch))
+        empty = [slot for slot, row in enumerate(self._rows) if row is None]
+        for slot, (row, i) in zip(empty, staged, strict=False):
+            length = len(row.prompt)
+            self._slots.arena.load(slot, source.arena.snapshot(i, length))
+            self._slots.draft.load(slot, source.draft.snapshot(i, length))
+            self._slots.place(slot, length=length, anchor=row.tokens[-1], remaining=row.left)
+            self._rows[slot] = row
+
+    def _resize(self, width: int) -> None:
+        """Give the arena `width` rows: the live ones first, the rest idle."""
+        live = [slot for slot, row in enumerate(self._rows) if row is not None]
+        self._slots.select(live + [0] * (width - len(live)))
+        self._rows = [self._rows[slot] for slot in live] + [None] * (width - len(live))
+        for slot in range(len(live), width):
+            self._slots.place(slot, length=0, anchor=0, remaining=0)
+
+
+def _width(rows: int) -> int:
+    """The smallest arena width for `rows` live rows."""
+    return next((width for width in WIDTHS if width >= rows), rows)

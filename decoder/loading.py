@@ -1,0 +1,254 @@
+"""From names to a running decoder: find the files, load them, check that the pair fits.
+
+A name is a folder or a Hugging Face id. `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE` and the rest are
+honoured by huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, load_tokenizer
+
+from dflash_batch.decoder import registry
+from dflash_batch.decoder.demo import TARGET_DIR
+from dflash_batch.decoder.draft_config import DraftConfig
+from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
+from dflash_batch.decoder.drafters import Drafter, NoDrafter
+from dflash_batch.decoder.engine import Decoder
+from dflash_batch.decoder.errors import LoadError
+from dflash_batch.decoder.targets.base import Target
+from dflash_batch.decoder.targets.dense import DenseTarget
+from dflash_batch.decoder.types import LoadSpec, ModelInfo, Progress
+
+FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
+    "llama": DenseTarget,
+    "qwen3": DenseTarget,
+}
+"""mlx-lm architectures we have a layer loop for. Others that mlx-lm maps onto these also work."""
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+CACHE_LIMIT = 1 << 30
+"""Bytes of freed buffers MLX may keep for reuse. Its own default is all of the memory."""
+
+_FILES = ["*.json", "model*.safetensors", "*.txt", "*.jinja", "tokenizer.model", "*.tiktoken"]
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None) -> Decoder:
+    """Load what `spec` names. Raises LoadError that says what to do."""
+    mx.set_cache_limit(CACHE_LIMIT)
+    progress("finding the target", None)
+    folder = find(str(TARGET_DIR) if spec.target == registry.DEMO else spec.target)
+    progress("loading the target", None)
+    config = read_config(folder)
+    target = load_target(folder, config, spec)
+    progress("loading the draft", None)
+    drafter, name, notice = load_drafter(spec, target)
+    progress("loading the tokenizer", None)
+    eos = eos_tokens(folder, config)
+    tokenizer = None
+    if any((folder / file).exists() for file in _TOKENIZERS):
+        tokenizer = _tokenizer(folder, sorted(eos))
+        eos |= {int(i) for i in tokenizer.eos_token_ids}
+    info = ModelInfo(
+        target=spec.target,
+        family=target.family,
+        draft=name,
+        draft_notice=notice,
+        block=drafter.spec.max_k + 1,
+        dtype=str(target.dtype).removeprefix("mlx.core."),
+        context_length=min(target.context_length, spec.max_context or target.context_length),
+        vocab_size=target.vocab_size,
+        eos_token_ids=frozenset(eos),
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=tokenizer is not None and bool(tokenizer.has_chat_template),
+    )
+    progress("ready", 1.0)
+    return Decoder(target, drafter, info=info, tokenizer=tokenizer, max_batch=spec.max_batch)
+
+
+def find(name: str) -> Path:
+    """The folder of a model: the one named, or a download from Hugging Face."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise LoadError(
+            f"{name}: no such folder. Give a folder with config.json and *.safetensors, or a "
+            "Hugging Face id such as Qwen/Qwen3-4B"
+        )
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except LocalEntryNotFoundError as e:
+        raise LoadError(
+            f"{name}: not in the local Hugging Face cache, and the hub cannot be reached "
+            "(offline, or HF_HUB_OFFLINE is set)"
+        ) from e
+    except (HfHubHTTPError, HFValidationError) as e:
+        raise LoadError(
+            f"{name}: Hugging Face says: {_first_line(e)}. A gated model needs HF_TOKEN and its "
+            "licence accepted on its page"
+        ) from e
+    except OSError as e:
+        raise LoadError(f"{name}: cannot be downloaded: {_first_line(e)}") from e
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a folder. Raises LoadError."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as e:
+        raise LoadError(f"{path}: not found; this is not a model folder") from e
+    except ValueError as e:
+        raise LoadError(f"{path}: not valid JSON: {e}") from e
+    if not isinstance(config, dict):
+        raise LoadError(f"{path}: not a JSON object")
+    return config
+
+
+def load_target(folder: Path, config: dict[str, Any], spec: LoadSpec) -> Target:
+    """Weights into the family's adapter."""
+    try:
+        model, _ = load_model(folder, lazy=True)
+    except (ValueError, FileNotFoundError, KeyError, TypeError) as e:
+        raise LoadError(f"{folder}: {_first_line(e)}") from e
+    family = type(model).__module__.rsplit(".", 1)[-1]
+    if family not in FAMILIES:
+        raise LoadError(
+            f"{folder}: the architecture {config.get('model_type')} is not supported yet; "
+            f"supported: {', '.join(sorted(FAMILIES))}"
+        )
+    dtype = _dtype(spec.dtype, model)
+    model.set_dtype(dtype)
+    mx.eval(model.parameters())
+    context = int(config.get("max_position_embeddings") or 2048)
+    return FAMILIES[family](model, family, context)
+
+
+def _dtype(name: str, model: nn.Module) -> mx.Dtype:
+    """The arithmetic of the weights that are not quantised.
+
+    `auto` is the checkpoint's own on a GPU. The CPU backend gets float32: its bfloat16 is slower,
+    and in float32 it is exact.
+    """
+    if name != "auto":
+        return DTYPES[name]
+    if mx.default_device() != mx.gpu:
+        return mx.float32
+    kinds = [a.dtype for a in _parameters(model).values() if a.dtype in DTYPES.values()]
+    return max(set(kinds), key=kinds.count)
+
+
+def _parameters(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def load_drafter(spec: LoadSpec, target: Target) -> tuple[Drafter, str | None, str | None]:
+    """The drafter, its name, and a notice when one was looked for and not found."""
+    if spec.draft == "none":
+        return NoDrafter(), None, None
+    name: str | None = spec.draft
+    if spec.draft == "auto":
+        name = registry.draft_for(spec.target)
+        if name is None:
+            return NoDrafter(), None, "no draft is known for this target: plain decoding"
+    assert name is not None
+    try:
+        folder = find(name)
+    except LoadError as e:
+        if spec.draft != "auto":
+            raise
+        return NoDrafter(), None, f"plain decoding, since its draft is not to be had: {e}"
+    return load_dflash(folder, target, spec.block), name, None
+
+
+def load_dflash(folder: Path, target: Target, block: int | None) -> DFlashDrafter:
+    """A DFlash draft for a target. Raises LoadError with the reason when the pair does not fit."""
+    try:
+        config = DraftConfig.parse(read_config(folder))
+    except LoadError as e:
+        raise LoadError(f"{folder}: {e}") from e
+    for what, ours, theirs in (
+        ("layers", config.num_target_layers, target.layers),
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary", config.vocab_size, target.vocab_size),
+    ):
+        if ours != theirs:
+            raise LoadError(
+                f"{folder}: this draft was made for another target: its {what} is {ours:,}, the "
+                f"target's is {theirs:,}"
+            )
+    if not all(0 <= tap < target.layers for tap in config.target_layer_ids):
+        raise LoadError(f"{folder}: target_layer_ids reach past the target's last layer")
+    if not 0 <= config.mask_token_id < target.vocab_size:
+        raise LoadError(f"{folder}: mask_token_id is outside the target's vocabulary")
+    if block is not None and not 2 <= block <= config.block_size:
+        raise LoadError(
+            f"{folder}: block {block} does not fit; this draft was trained for blocks of "
+            f"{config.block_size}, so choose 2 to {config.block_size} (or draft none)"
+        )
+    model = DraftModel(config)
+    _fill(model, folder / "model.safetensors", target.dtype)
+    return DFlashDrafter(model, config, target, block or config.block_size)
+
+
+def _fill(model: nn.Module, path: Path, dtype: mx.Dtype) -> None:
+    """Load the tensors of a draft, all of them and no others, by name and shape."""
+    if not path.exists():
+        raise LoadError(f"{path}: not found")
+    try:
+        weights: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
+    except (RuntimeError, ValueError) as e:
+        raise LoadError(f"{path}: cannot be read: {_first_line(e)}") from e
+    wanted = {name: array.shape for name, array in _parameters(model).items()}
+    odd = [f"{name} is missing" for name in sorted(wanted.keys() - weights.keys())]
+    odd += [f"{name} is not known" for name in sorted(weights.keys() - wanted.keys())]
+    odd += [
+        f"{name} is {weights[name].shape}, should be {shape}"
+        for name, shape in sorted(wanted.items())
+        if name in weights and weights[name].shape != shape
+    ]
+    if odd:
+        more = f" (and {len(odd) - 3} more)" if len(odd) > 3 else ""
+        raise LoadError(f"{path}: not a DFlash draft of this shape: {'; '.join(odd[:3])}{more}")
+    model.load_weights([(name, array.astype(dtype)) for name, array in weights.items()])
+    mx.eval(model.parameters())
+
+
+def eos_tokens(folder: Path, config: dict[str, Any]) -> set[int]:
+    """End-of-sequence ids of the model's config and generation config together."""
+    found: set[int] = set()
+    generation = folder / "generation_config.json"
+    sources = [config, config.get("text_config") or {}]
+    if generation.exists():
+        try:
+            sources.append(json.loads(generation.read_text("utf-8")))
+        except ValueError as e:
+            raise LoadError(f"{generation}: not valid JSON: {e}") from e
+    for source in sources:
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            found |= {int(i) for i in (ids if isinstance(ids, list) else [ids])}
+    return found
+
+
+def _tokenizer(folder: Path, eos: list[int]) -> Any:
+    try:
+        return load_tokenizer(folder, eos_token_ids=eos or None)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise LoadError(f"{folder}: the tokenizer cannot be loaded: {_first_line(e)}") from e
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e).strip() or type(e).__name__).splitlines()[0]

@@ -1,0 +1,51 @@
+"""What the engine and the drafters ask of a target model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from dflash_batch.decoder.arena import Arena, Lens
+
+
+class Forward(NamedTuple):
+    """What one forward of a target leaves behind."""
+
+    hidden: mx.array  # [R, T, h]: residual stream leaving the last layer, before the final norm
+    features: mx.array | None  # [R, T, n·h]: the taps' residual streams side by side, if asked
+
+
+class Target(Protocol):
+    """A target model that decodes many rows of different lengths in one forward."""
+
+    family: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    dtype: mx.Dtype
+
+    def new_arena(self, lens: Lens) -> Arena:
+        """An empty arena for the rows of `lens`."""
+        ...
+
+    def forward(self, tokens: mx.array, arena: Arena, taps: tuple[int, ...]) -> Forward:
+        """Run tokens int32 [R, T] at the columns of `arena.lens` (after `Lens.open(T)`).
+
+        Writes their keys and values and commits nothing. `taps` are 0-based layers whose output
+        residual stream is wanted, in this order.
+        """
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Final norm and head on rows of `Forward.hidden`: [..., h] -> [..., vocab]."""
+        ...
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Scaled input embeddings, [..., h]; a draft reads the target's own."""
+        ...
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """The head alone on an already normalised hidden state; a draft shares it."""
+        ...

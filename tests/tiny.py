@@ -1,0 +1,160 @@
+"""Tiny random models of real architectures, and an oracle drafter, for the decoder's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models import llama, qwen3
+
+from dflash_batch.decoder.drafters import DrafterSpec
+from dflash_batch.decoder.engine import Decoder
+from dflash_batch.decoder.targets.dense import DenseTarget
+from dflash_batch.decoder.types import Completion, ModelInfo, Request
+
+VOCAB = 48
+
+
+def make_model(family: str, seed: int = 0) -> Any:
+    """A random float32 model whose greedy text wanders (scaled up so that argmax is decided)."""
+    mx.random.seed(seed)
+    shape: dict[str, Any] = {
+        "model_type": family,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    module = {"llama": llama, "qwen3": qwen3}[family]
+    model = module.Model(module.ModelArgs.from_dict(shape))
+    model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.4, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def make_target(family: str, seed: int = 0) -> DenseTarget:
+    return DenseTarget(make_model(family, seed), family, context_length=512)
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Plain greedy decoding by calling the model anew on the whole text: the reference."""
+    text = list(prompt)
+    for _ in range(count):
+        text += np.array(mx.argmax(model(mx.array([text]))[:, -1], axis=-1)).tolist()
+    return text[len(prompt) :]
+
+
+def make_info(target: DenseTarget, draft: str | None, block: int) -> ModelInfo:
+    return ModelInfo(
+        target="tiny",
+        family=target.family,
+        draft=draft,
+        draft_notice=None,
+        block=block,
+        dtype="float32",
+        context_length=target.context_length,
+        vocab_size=target.vocab_size,
+        eos_token_ids=frozenset(),
+        has_tokenizer=False,
+        has_chat_template=False,
+    )
+
+
+def make_decoder(target: DenseTarget, drafter: Any, **options: Any) -> Decoder:
+    info = make_info(target, drafter.spec.kind, drafter.spec.max_k + 1)
+    return Decoder(target, drafter, info=info, **options)
+
+
+def finish(decoder: Decoder, most: int = 10_000) -> dict[int, Completion]:
+    """Step until nothing is left."""
+    done: dict[int, Completion] = {}
+    for _ in range(most):
+        if not any(decoder.load()):
+            return done
+        done |= {c.uid: c for c in decoder.step()}
+    raise AssertionError("the decoder did not finish")
+
+
+def request(uid: int, prompt: list[int], max_tokens: int, **options: Any) -> Request:
+    return Request(uid=uid, prompt=tuple(prompt), max_tokens=max_tokens, **options)
+
+
+class OracleDrafter:
+    """Knows each row's true continuation, and is wrong at seeded random places.
+
+    A row is known by its prompt's first two tokens, its place by the number of tokens committed.
+    With `wrong` = 0 every draft is right, with 1 every draft is wrong. It checks the engine's
+    promises as it goes: the tokens it is given must be the true text at the row's own position.
+    """
+
+    def __init__(self, texts: list[list[int]], block: int, wrong: float, seed: int) -> None:
+        self.spec = DrafterSpec("oracle", taps=(1,), max_k=block - 1)
+        self.texts = {tuple(text[:2]): text for text in texts}
+        assert len(self.texts) == len(texts), "prompts must differ in their first two tokens"
+        self.random = np.random.default_rng(seed)
+        self.wrong = wrong
+
+    def new_state(self, lens: Any) -> OracleState:
+        return OracleState(lens)
+
+    def propose(self, state: OracleState, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+        drafts = np.zeros((state.lens.rows, k), dtype=np.int32)
+        widths, anchors = np.array(width), np.array(anchor)
+        for row, length in enumerate(np.array(state.lens.offset).tolist()):
+            text = self.texts.get(tuple(state.seen.get(row, [])[:2]))
+            if length == 0 or text is None:
+                continue
+            assert state.seen[row][:length] == text[:length], "committed what is not the text"
+            if widths[row] > 1:
+                assert anchors[row] == text[length]
+            ahead = text[length + 1 : length + 1 + k]
+            drafts[row, : len(ahead)] = ahead
+        misses = self.random.random(drafts.shape) < self.wrong
+        return mx.array(np.where(misses, (drafts + 1) % VOCAB, drafts).astype(np.int32))
+
+    def commit(
+        self, state: OracleState, tokens: mx.array, features: mx.array | None, keep: mx.array
+    ) -> None:
+        assert features is not None
+        assert features.shape[:2] == tokens.shape
+        offsets, counts, ids = np.array(state.lens.offset), np.array(keep), np.array(tokens)
+        for row in range(state.lens.rows):
+            seen = state.seen.setdefault(row, [])
+            del seen[int(offsets[row]) :]
+            seen.extend(ids[row, : counts[row]].tolist())
+
+
+class OracleState:
+    """The committed tokens of each row."""
+
+    def __init__(self, lens: Any) -> None:
+        self.lens = lens
+        self.seen: dict[int, list[int]] = {}
+
+    def snapshot(self, row: int, length: int) -> OracleSnapshot:
+        return OracleSnapshot(self.seen.get(row, [])[:length])
+
+    def load(self, row: int, snapshot: OracleSnapshot) -> None:
+        self.seen[row] = list(snapshot.tokens)
+
+    def select(self, rows: mx.array) -> None:
+        self.seen = {
+            new: list(self.seen.get(old, [])) for new, old in enumerate(np.array(rows).tolist())
+        }
+
+
+class OracleSnapshot:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def first(self, length: int) -> OracleSnapshot:
+        return OracleSnapshot(self.tokens[:length])
