@@ -1,0 +1,241 @@
+"""The engine process: loads a model once, runs the rows it is given, reports each as it ends.
+
+It is started by the supervisor, talks over the pipe only, and knows no Redis. The decoder is
+imported inside `main`; tests call `serve` with one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dflash_batch.decoder.errors import DecoderError, LoadError, PromptError
+from dflash_batch.decoder.types import Completion, LoadSpec, Progress, Request
+from dflash_batch.decoder.types import Load as Fill
+from dflash_batch.worker import rows
+from dflash_batch.worker.contract import ErrorCode, JobSpec, RowResult
+from dflash_batch.worker.pipe import (
+    Admit,
+    Beat,
+    Bye,
+    Command,
+    Drop,
+    EngineEnd,
+    Failed,
+    Load,
+    Loading,
+    PipeClosed,
+    Ready,
+    RowDone,
+    Stop,
+)
+
+EXIT_FAILED = 70
+"""Exit status after Failed was sent."""
+
+_BEAT_S = 1.0
+
+
+class DecoderLike(rows.Encoder, Protocol):
+    """The decoder, as the engine uses it."""
+
+    def add(self, request: Request) -> None: ...
+    def cancel(self, uid: int) -> None: ...
+    def step(self) -> list[Completion]: ...
+    def load(self) -> Fill: ...
+    def close(self) -> None: ...
+
+
+Loader = Callable[[LoadSpec, Progress], DecoderLike]
+
+
+def serve(pipe: EngineEnd, load: Loader) -> int:
+    """Run until told to stop. Returns the exit status of the process."""
+    try:
+        order = _first_order(pipe)
+        if order is None:
+            return 0
+        try:
+            decoder = load(_spec(order), lambda phase, share: pipe.send(_loading(phase, share)))
+        except LoadError as error:
+            pipe.send(Failed(code=error.code, message=str(error)))
+            return EXIT_FAILED
+        try:
+            _Service(pipe, decoder, order.worker).run()
+        except Exception as error:  # the one place where any error of the decoder ends up
+            traceback.print_exc()
+            code = error.code if isinstance(error, DecoderError) else ErrorCode.INTERNAL_ERROR
+            pipe.send(Failed(code=str(code), message=f"{type(error).__name__}: {error}"))
+            return EXIT_FAILED
+        finally:
+            decoder.close()
+        pipe.send(Bye())
+    except PipeClosed:
+        return 0
+    return 0
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row in the decoder."""
+
+    shard_id: str
+    epoch: int
+    spec: JobSpec
+    prompts: list[tuple[int, ...]]
+    where: rows.Circumstances
+    ended: dict[int, Completion] = field(default_factory=dict)  # by choice
+
+
+class _Service:
+    """The loop: take commands, decode one step, report what ended."""
+
+    def __init__(self, pipe: EngineEnd, decoder: DecoderLike, worker: str) -> None:
+        self._pipe = pipe
+        self._decoder = decoder
+        self._worker = worker
+        self._rows: dict[int, tuple[_Row, int]] = {}  # uid -> row and choice
+        self._next_uid = 0
+        self._steps = 0
+        self._tokens = 0
+        self._fill = Fill(0, 0)
+        self._stopping = False
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        info = self._decoder.info
+        self._pipe.send(
+            Ready(
+                target=info.target,
+                draft=info.draft,
+                draft_notice=info.draft_notice,
+                block=info.block,
+                dtype=info.dtype,
+                context_length=info.context_length,
+            )
+        )
+        beats = threading.Thread(target=self._beat, name="beat", daemon=True)
+        beats.start()
+        try:
+            while not self._stopping:
+                for command in self._pipe.take(0.0 if self._rows else None):
+                    self._obey(command)
+                if self._rows:
+                    for completion in self._decoder.step():
+                        self._end_choice(completion)
+                    self._steps += 1
+                self._fill = self._decoder.load()
+        finally:
+            self._ended.set()
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Admit():
+                since = time.perf_counter()
+                for row in command.rows:
+                    self._admit(command, row, since)
+            case Drop():
+                self._drop(command.shard_id)
+            case Stop():
+                self._stopping = True
+
+    def _admit(self, command: Admit, row: JobSpec, since: float) -> None:
+        where = rows.Circumstances(
+            info=self._decoder.info,
+            worker=self._worker,
+            attempts=command.epoch,
+            created=int(time.time()),
+            waited_ms=(time.perf_counter() - since) * 1000,
+        )
+        try:
+            requests = rows.requests(row, self._decoder, self._next_uid)
+        except PromptError as error:
+            self._report(command.shard_id, command.epoch, rows.refusal(row, error, where))
+            return
+        entry = _Row(command.shard_id, command.epoch, row, [r.prompt for r in requests], where)
+        for choice, request in enumerate(requests):
+            self._rows[request.uid] = entry, choice
+            self._decoder.add(request)
+        self._next_uid += len(requests)
+
+    def _drop(self, shard_id: str) -> None:
+        for uid in [uid for uid, (row, _) in self._rows.items() if row.shard_id == shard_id]:
+            self._decoder.cancel(uid)
+            del self._rows[uid]
+
+    def _end_choice(self, completion: Completion) -> None:
+        entry = self._rows.pop(completion.uid, None)
+        if entry is None:
+            return  # dropped in the step that ended it
+        row, choice = entry
+        row.ended[choice] = completion
+        self._tokens += len(completion.token_ids)
+        if len(row.ended) == len(row.prompts):
+            completions = [row.ended[i] for i in range(len(row.prompts))]
+            self._report(
+                row.shard_id, row.epoch, rows.result(row.spec, row.prompts, completions, row.where)
+            )
+
+    def _report(self, shard_id: str, epoch: int, result: RowResult) -> None:
+        self._pipe.send(RowDone(shard_id=shard_id, epoch=epoch, result=result))
+
+    def _beat(self) -> None:
+        """Runs in its own thread: the decoder lets go of the interpreter while it computes."""
+        while not self._ended.wait(_BEAT_S):
+            waiting, active = self._fill
+            try:
+                self._pipe.send(
+                    Beat(steps=self._steps, waiting=waiting, active=active, tokens=self._tokens)
+                )
+            except PipeClosed:
+                return
+
+
+def open_pipe(descriptor: int) -> EngineEnd:
+    """The engine's end on an inherited descriptor. The process ends with its supervisor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor to understand
+    return EngineEnd(socket.socket(fileno=descriptor), on_eof=lambda: os._exit(0))
+
+
+def main() -> int:
+    """`python -m dflash_batch.worker.engine DESCRIPTOR`"""
+    pipe = open_pipe(int(sys.argv[1]))
+    from dflash_batch.decoder.loading import load_decoder
+
+    return serve(pipe, load_decoder)
+
+
+def _first_order(pipe: EngineEnd) -> Load | None:
+    while True:
+        for command in pipe.take(None):
+            if isinstance(command, Load):
+                return command
+            if isinstance(command, Stop):
+                return None
+
+
+def _spec(order: Load) -> LoadSpec:
+    return LoadSpec(
+        target=order.model.target,
+        draft=order.model.draft,
+        block=order.model.block,
+        dtype=order.model.dtype,
+        max_batch=order.max_batch,
+        max_context=order.max_context,
+    )
+
+
+def _loading(phase: str, share: float | None) -> Loading:
+    return Loading(phase=phase, share=share)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

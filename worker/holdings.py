@@ -1,0 +1,162 @@
+"""What a worker holds: leased shards, which of their rows are where, and records not yet committed.
+
+Plain state, no Redis and no engine. A row of a held shard is waiting (not in the engine yet),
+running, or finished (its record waits for the commit).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from dflash_batch.worker import rows
+from dflash_batch.worker.contract import JobSpec, Lease, RowResult
+from dflash_batch.worker.queue import CRASH
+
+
+class Care(IntEnum):
+    """How a shard is run, by the suspicion against it.
+
+    An engine that dies takes all rows in it down, so one death says little. A shard that was
+    there runs alone the next time. If that kills the engine too, row by row: then the row that was
+    running is the one, and after `max_attempts` deaths it is condemned and the rest goes on.
+    """
+
+    TOGETHER = 0
+    ALONE = 1
+    ROW_BY_ROW = 2
+    CONDEMNED = 3
+
+    @classmethod
+    def of(cls, lease: Lease) -> Care:
+        # suspicion counts CRASH for a death that was seen, less for a lease that only ran out
+        limit = CRASH * lease.max_attempts
+        if lease.deaths <= 0:
+            return cls.TOGETHER
+        if lease.deaths >= limit:
+            return cls.CONDEMNED
+        return cls.ROW_BY_ROW if lease.deaths >= limit - CRASH else cls.ALONE
+
+
+@dataclass(slots=True)
+class Held:
+    """One leased shard."""
+
+    lease: Lease
+    care: Care
+    waiting: deque[JobSpec]
+    running: set[int] = field(default_factory=set)  # row indices
+    finished: list[RowResult] = field(default_factory=list)
+    leaving: bool = False  # to be given back once `finished` is committed
+    crashed: bool = False  # … with blame: an engine died on it
+
+    @property
+    def open_rows(self) -> int:
+        """Rows without a record."""
+        return len(self.waiting) + len(self.running)
+
+
+class Holdings:
+    """All shards a worker holds."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+        self._oldest: float | None = None  # monotonic time of the oldest record not committed
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(list(self._held.values()))
+
+    @property
+    def leases(self) -> list[Lease]:
+        return [held.lease for held in self._held.values()]
+
+    @property
+    def open_rows(self) -> int:
+        return sum(held.open_rows for held in self._held.values())
+
+    @property
+    def alone(self) -> bool:
+        """Whether a suspect is held, beside which nothing else may run."""
+        return any(held.care > Care.TOGETHER for held in self._held.values())
+
+    @property
+    def uncommitted(self) -> int:
+        return sum(len(held.finished) for held in self._held.values())
+
+    @property
+    def uncommitted_s(self) -> float:
+        """Age of the oldest record that is not committed."""
+        return 0.0 if self._oldest is None else time.monotonic() - self._oldest
+
+    def take(self, lease: Lease) -> Held:
+        """Begin to hold a shard: its rows without a record are waiting."""
+        pending = set(lease.pending)
+        waiting = deque(row for row in lease.shard.rows if row.index in pending)
+        held = Held(lease, Care.of(lease), waiting)
+        self._held[lease.shard.id] = held
+        if held.care is Care.CONDEMNED and waiting:
+            row = waiting.popleft()
+            self._finish(held, rows.poison(row, lease.owner, lease.max_attempts))
+        return held
+
+    def to_admit(self) -> list[tuple[Lease, list[JobSpec]]]:
+        """Rows the engine should be given now; they count as running from here on."""
+        batches = []
+        for held in self._held.values():
+            if held.leaving or not held.waiting:
+                continue
+            if held.care < Care.ROW_BY_ROW:
+                admitted = list(held.waiting)
+                held.waiting.clear()
+            elif not held.running:
+                admitted = [held.waiting.popleft()]
+            else:
+                continue
+            held.running.update(row.index for row in admitted)
+            batches.append((held.lease, admitted))
+        return batches
+
+    def record(self, shard_id: str, epoch: int, result: RowResult) -> bool:
+        """A row has ended. False when it is not ours any more."""
+        held = self._held.get(shard_id)
+        if held is None or held.lease.epoch != epoch or result.index not in held.running:
+            return False
+        held.running.discard(result.index)
+        self._finish(held, result)
+        return True
+
+    def committed(self, held: Held) -> None:
+        """The finished rows of the shard are in the queue."""
+        held.finished.clear()
+        if not self.uncommitted:
+            self._oldest = None
+
+    def engine_died(self, *, blame: bool) -> None:
+        """Nothing runs any more. Shards with rows in the engine leave, with or without blame."""
+        for held in self._held.values():
+            if held.open_rows:
+                held.leaving = True
+                held.crashed = held.crashed or (blame and bool(held.running))
+
+    def give_back_all(self) -> None:
+        """Every shard that is not complete is to leave, without blame."""
+        for held in self._held.values():
+            held.leaving = held.leaving or bool(held.open_rows)
+
+    def let_go(self, shard_id: str) -> Held | None:
+        """Stop holding a shard."""
+        held = self._held.pop(shard_id, None)
+        if not self.uncommitted:
+            self._oldest = None
+        return held
+
+    def _finish(self, held: Held, result: RowResult) -> None:
+        held.finished.append(result)
+        if self._oldest is None:
+            self._oldest = time.monotonic()
