@@ -1,0 +1,465 @@
+"""Results on disk: whole lines, each row once, and their totals.
+
+A file identifies itself: the `id` of every line is a hash of batch and row. So what is written is
+always read from the files alone, and a file that holds anything else is somebody else's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from dflash_batch.worker.contract import RowResult
+from dflash_batch.worker.errors import UserError
+from dflash_batch.worker.lines import is_error, output_line, rejected_line, row_hash
+from dflash_batch.worker.queue import Queue
+from dflash_batch.worker.reader import LineError
+
+SYNC_ROWS = 1000
+"""Rows that may be written before they are forced to disk and acknowledged,"""
+
+SYNC_S = 1.0
+"""or the seconds, whichever comes first."""
+
+_START = b'{"id":"batch_req_'
+"""How each of our lines begins: what tells a torn line of ours from a stranger's."""
+
+
+class OutputTaken(UserError):
+    """Raised when an output file holds something other than this batch, or is in use."""
+
+    code = "output_taken"
+
+
+class OutputFailed(UserError):
+    """Raised when an output file cannot be read or written, as when the disk is full."""
+
+    code = "output_failed"
+
+
+@dataclass
+class Totals:
+    """Sums over all lines written for a batch, however many runs it took.
+
+    `cached_tokens + prefill_tokens == prompt_tokens` over rows that ran. Lines that were rejected
+    count as requests that failed.
+    """
+
+    batch: str
+    output: str
+    errors: str | None = None  # None while nothing failed
+    requests: int = 0
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0  # really computed
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cycles: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    elapsed_s: float = 0.0
+    choices: int = 0
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Tokens a decoding cycle yields: 1 without a draft, 0 while there was no cycle.
+
+        A choice's first token comes from prefill and is not counted.
+        """
+        return (self.completion_tokens - self.choices) / self.cycles if self.cycles else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that `run --json` prints."""
+        return {
+            "batch": self.batch,
+            "requests": self.requests,
+            "ok": self.ok,
+            "failed": self.failed,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
+            "cycles": self.cycles,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "tokens_per_cycle": round(self.tokens_per_cycle, 4),
+            "elapsed_s": round(self.elapsed_s, 3),
+            "output": self.output,
+            "errors": self.errors,
+        }
+
+    def add(self, response: dict[str, Any] | None) -> None:
+        """Count the row whose line has this `response`: live or read back, the figures agree."""
+        body = (response or {}).get("body") or {}
+        if response is None or response.get("status_code") != 200:
+            self.failed += 1
+        else:
+            self.ok += 1
+            self.choices += len(body.get("choices") or ())
+        usage = body.get("usage") or {}
+        facts = body.get("dflash") or {}
+        self.prompt_tokens += usage.get("prompt_tokens") or 0
+        self.completion_tokens += usage.get("completion_tokens") or 0
+        self.prefill_tokens += facts.get("prefill_tokens") or 0
+        self.cached_tokens += facts.get("cached_tokens") or 0
+        self.cycles += facts.get("cycles") or 0
+        self.draft_tokens += facts.get("draft_tokens") or 0
+        self.accepted_tokens += facts.get("accepted_tokens") or 0
+
+
+class ResultFiles:
+    """The output file and the error file of a batch; only one process at a time holds them.
+
+    Opening reads back what is there, cuts off a line that a crash left half written, and writes
+    the `rejected` lines that are missing. `rows` gives the index of each `custom_id`.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        errors: Path,
+        *,
+        batch_id: str,
+        rows: Mapping[str, int],
+        rejected: Sequence[LineError] = (),
+        fresh: bool = False,
+    ) -> None:
+        """With `fresh` all that the files hold is thrown away.
+
+        Raises OutputTaken and OutputFailed.
+        """
+        self.batch_id = batch_id
+        self.written: set[int] = set()
+        self.repaired = 0  # torn lines removed at opening
+        self.totals = Totals(batch_id, str(output), requests=len(rows) + len(rejected))
+        self._rows = rows
+        self._rejected: set[int] = set()
+        self._output = _Appender(output)
+        self._errors = _Appender(errors)
+        try:
+            _check_places(output, errors)
+            self._output.open()  # before reading: what another command writes must be seen
+            for file in (self._output, self._errors):
+                if fresh:
+                    file.empty()
+                self._read_back(file)
+            self._write_rejected(rejected)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write(self, results: Sequence[RowResult]) -> int:
+        """Append the results of rows that are not written yet; returns how many there were.
+
+        They are not safe before `sync`. Raises OutputFailed; lines already whole are kept.
+        """
+        new = self._unwritten(results)
+        for file, failed in ((self._output, False), (self._errors, True)):
+            chosen = [result for result in new if is_error(result) is failed]
+            if chosen:
+                file.append("".join(output_line(result, self.batch_id) for result in chosen))
+            for result in chosen:
+                self.written.add(result.index)
+                self.totals.add(result.response)
+        self._note_errors_file()
+        return len(new)
+
+    def sync(self) -> None:
+        """Force all that was written to disk. Raises OutputFailed."""
+        self._output.sync()
+        self._errors.sync()
+
+    def close(self) -> None:
+        """Give the files back; may be called twice."""
+        self._output.close()
+        self._errors.close()
+
+    def _unwritten(self, results: Sequence[RowResult]) -> list[RowResult]:
+        """The first record of each row wins, as in the queue; other batches' rows are no rows."""
+        fresh: dict[int, RowResult] = {}
+        for result in results:
+            ours = self._rows.get(result.custom_id) == result.index
+            if ours and result.index not in self.written:
+                fresh.setdefault(result.index, result)
+        return list(fresh.values())
+
+    def _write_rejected(self, rejected: Sequence[LineError]) -> None:
+        missing = [error for error in rejected if error.line not in self._rejected]
+        if missing:
+            self._errors.append("".join(rejected_line(e, self.batch_id) for e in missing))
+            self._errors.sync()
+        self.totals.failed += len(missing)
+        self._note_errors_file()
+
+    def _note_errors_file(self) -> None:
+        if self.totals.failed:
+            self.totals.errors = str(self._errors.path)
+
+    def _read_back(self, file: _Appender) -> None:
+        """Take in the lines of `file` and remove what a crash left torn."""
+        torn: list[tuple[int, int]] = []
+        end = 0  # of the last whole line
+        for start, line in file.lines():
+            record = _parsed(line)
+            if record is not None and self._take(record):
+                end = start + len(line)
+            elif line.startswith((_START, b"\0")) or _START.startswith(line):
+                torn.append((start, start + len(line)))
+            elif line.strip():
+                raise OutputTaken(
+                    f"{file.path} holds something other than the results of {self.batch_id}. "
+                    "Name another file with -o, or replace it with --new."
+                )
+        if torn:
+            file.remove(torn, end)
+            self.repaired += len(torn)
+
+    def _take(self, record: dict[str, Any]) -> bool:
+        """Count the line if it belongs to this batch."""
+        custom_id = record.get("custom_id")
+        rejected = record.get("line")
+        row = self._rows.get(custom_id) if isinstance(custom_id, str) else None
+        name: int | str | None = row if rejected is None else f"line {rejected}"
+        if name is None or record.get("id") != f"batch_req_{row_hash(self.batch_id, name)}":
+            return False
+        if isinstance(rejected, int):
+            if rejected not in self._rejected:
+                self._rejected.add(rejected)
+                self.totals.failed += 1
+        elif row is not None and row not in self.written:
+            self.written.add(row)
+            self.totals.add(record.get("response"))
+        return True
+
+
+class Tail:
+    """Brings a batch's result stream into files: written, then on disk, then acknowledged."""
+
+    def __init__(self, queue: Queue, batch_id: str, files: ResultFiles, after: str) -> None:
+        """`after` is the stream id up to which results are on disk (`BatchStatus.exported`)."""
+        self._queue = queue
+        self._batch = batch_id
+        self._files = files
+        self._after = after
+        self._acknowledged = after
+        self._unsynced = 0
+        self._synced = time.monotonic()
+
+    def pull(self, block_ms: int) -> int:
+        """Take what is there, waiting up to `block_ms` if nothing is; returns entries taken.
+
+        Raises OutputFailed, and redis.RedisError.
+        """
+        entries = self._queue.results(self._batch, self._after, block_ms=block_ms)
+        if entries:
+            self._files.write([result for _, result in entries])
+            self._after = entries[-1][0]
+            self._unsynced += len(entries)
+        late = time.monotonic() - self._synced > SYNC_S
+        if self._unsynced >= SYNC_ROWS or (self._unsynced and late):
+            self.settle()
+        return len(entries)
+
+    def settle(self) -> None:
+        """Force to disk what was taken, then let the queue drop it."""
+        self._files.sync()
+        self._synced = time.monotonic()
+        self._unsynced = 0
+        if self._after != self._acknowledged:
+            self._queue.acknowledge(self._batch, self._after)
+            self._acknowledged = self._after
+
+
+@dataclass
+class _Appender:
+    """A file that only ever ends in a whole line, unless the machine dies in mid-write."""
+
+    path: Path
+    fd: int | None = field(default=None, init=False)
+    size: int = field(default=0, init=False)
+    dirty: bool = field(default=False, init=False)
+
+    def open(self) -> int:
+        """Open for appending, made if it is not there, and keep others out."""
+        if self.fd is not None:
+            return self.fd
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise self._failed("open", error) from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            raise OutputTaken(
+                f"{self.path} is being written by another command; wait for it, or name another "
+                "file with -o."
+            ) from error
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        return fd
+
+    def empty(self) -> None:
+        """Throw away what the file holds."""
+        if self.path.exists():
+            try:
+                os.ftruncate(self.open(), 0)
+            except OSError as error:
+                raise self._failed("empty", error) from error
+            self.size = 0
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Each line with its LF, the last one perhaps without, and where it starts."""
+        if not self.path.exists():
+            return
+        self.open()
+        start = 0
+        try:
+            with self.path.open("rb") as file:
+                for line in file:
+                    yield start, line
+                    start += len(line)
+        except OSError as error:
+            raise self._failed("read", error) from error
+
+    def append(self, text: str) -> None:
+        fd = self.open()
+        data = memoryview(text.encode())
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(fd, data[done:])
+        except OSError as error:
+            # A torn line would be cut at the next start anyway; better not to leave one.
+            os.ftruncate(fd, self.size)
+            raise self._failed("write", error) from error
+        self.size += done
+        self.dirty = True
+
+    def sync(self) -> None:
+        if self.fd is None or not self.dirty:
+            return
+        try:
+            _to_disk(self.fd)
+        except OSError as error:
+            raise self._failed("write", error) from error
+        self.dirty = False
+
+    def remove(self, torn: Sequence[tuple[int, int]], end: int) -> None:
+        """Remove byte ranges: by cutting if all lie behind `end`, else by copying the rest."""
+        fd = self.open()
+        try:
+            if torn[0][0] >= end:
+                os.ftruncate(fd, end)
+            else:
+                self._copy_without(torn)
+            _to_disk(self.open())
+        except OSError as error:
+            raise self._failed("repair", error) from error
+        self.size = self.path.stat().st_size
+
+    def _copy_without(self, torn: Sequence[tuple[int, int]]) -> None:
+        """Only a power failure tears a line that has whole ones behind it."""
+        starts = {start for start, _ in torn}
+        copy = self.path.with_name(f".{self.path.name}.repair")
+        with copy.open("wb") as file:
+            file.writelines(line for start, line in self.lines() if start not in starts)
+            _to_disk(file.fileno())
+        copy.replace(self.path)
+        self.close()
+        self.open()
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _failed(self, verb: str, error: OSError) -> OutputFailed:
+        return OutputFailed(
+            f"cannot {verb} {self.path}: {error.strerror or error}. Whole lines are kept; put it "
+            "right and run the same command again to continue."
+        )
+
+
+def _check_places(output: Path, errors: Path) -> None:
+    """Refuse what cannot be right before anything is made."""
+    if output.absolute() == errors.absolute():
+        raise OutputTaken(f"{output} cannot take both results and errors; name another with -o.")
+    for path in (output, errors):
+        if path.exists() and not path.is_file():
+            raise OutputTaken(f"{path} is not a regular file; name one with -o.")
+        if not path.parent.is_dir():
+            raise OutputFailed(f"cannot write {path}: there is no folder {path.parent}.")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _to_disk(fd: int) -> None:
+    """fsync; on macOS that stops at the drive's own memory, and F_FULLFSYNC does not."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        try:
+            fcntl.fcntl(fd, full)
+        except OSError:
+            # Network file systems do not know it.
+            os.fsync(fd)
+        return
+    os.fsync(fd)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` found: lines written, and how many rows of the batch are not in the queue."""
+
+    ok: int
+    failed: int
+    gone: int  # delivered to another reader and dropped since, or not finished yet
+
+
+def export(
+    queue: Queue, batch_id: str, output: BinaryIO, errors: BinaryIO | None = None
+) -> Exported:
+    """Copy the results that the queue holds now, without acknowledging any.
+
+    Failed rows go to `errors` if given, else to `output`. Raises OSError and redis.RedisError.
+    """
+    seen: set[int] = set()
+    after, ok = "0-0", 0
+    while entries := queue.results(batch_id, after, block_ms=1):
+        after = entries[-1][0]
+        for _, result in entries:
+            if result.index not in seen:
+                seen.add(result.index)
+                ok += result.ok
+                target = errors if errors is not None and is_error(result) else output
+                target.write(output_line(result, batch_id).encode())
+    status = queue.status(batch_id)
+    total = status.total if status is not None else len(seen)
+    return Exported(ok, len(seen) - ok, total - len(seen))
