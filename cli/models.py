@@ -1,0 +1,106 @@
+"""Options that name a model, and what they name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import click
+
+from dflash_batch.worker.contract import ModelRef
+from dflash_batch.worker.errors import UserError
+from dflash_batch.worker.reader import Reading
+
+DEMO = "demo"
+"""The name of the bundled pair."""
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
+
+
+class ModelNotFound(UserError):
+    """Raised when a name is neither a folder, nor a Hugging Face id, nor the bundled pair."""
+
+    code = "model_not_found"
+
+
+def draft_options(function: _F) -> _F:
+    """How the model is to be run: `--draft`, `--block`, `--dtype`."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def model_option(function: _F) -> _F:
+    """`-m MODEL`, which may be left out."""
+    return _MODEL(function)
+
+
+def model_ref(model: str, draft: str, block: int | None, dtype: str) -> ModelRef:
+    """The reference for these options; folders become absolute. Raises ModelNotFound."""
+    return ModelRef(
+        target=_place(model),
+        draft=draft if draft in ("auto", "none") else _place(draft),
+        block=block,
+        dtype=cast(Dtype, dtype),
+    )
+
+
+def named_model(option: str | None, reading: Reading) -> str:
+    """`-m`, or else the one model that the lines name. Raises click.UsageError."""
+    if option is not None:
+        return option
+    if len(reading.models) == 1:
+        return next(iter(reading.models))
+    if not reading.models:
+        raise click.UsageError("no line names a model; give one with -m MODEL")
+    names = ", ".join(list(reading.models)[:5])
+    raise click.UsageError(f"the lines name several models ({names}); give one with -m MODEL")
+
+
+def _place(name: str) -> str:
+    if name == DEMO:
+        return name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder.absolute())
+    if _HUB_ID.fullmatch(name) and not folder.exists():
+        return name
+    raise ModelNotFound(
+        f"no model {name}: there is no such folder, and a Hugging Face id has the form "
+        f"organisation/name. -m {DEMO} is the bundled model"
+    )
+
+
+_MODEL = click.option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="A folder, a Hugging Face id, or demo. [default: the one model the lines name]",
+)
+_OPTIONS = (
+    click.option(
+        "--draft",
+        default="auto",
+        show_default=True,
+        metavar="auto|none|MODEL",
+        help="The DFlash draft: the one known for the model, none, or a folder or id.",
+    ),
+    click.option(
+        "--block",
+        type=click.IntRange(min=2),
+        metavar="N",
+        help="Tokens of a draft block. [default: what the draft was trained for]",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        show_default=True,
+        help="Arithmetic of the weights.",
+    ),
+)

@@ -1,0 +1,82 @@
+"""`dflash-batch worker`: work on queued batches."""
+
+from __future__ import annotations
+
+import click
+
+from dflash_batch.cli import exits
+from dflash_batch.cli.common import Common, common_options, pass_common, talk
+from dflash_batch.cli.models import draft_options, model_ref
+from dflash_batch.worker import main as worker_main
+from dflash_batch.worker.home import home_dir
+from dflash_batch.worker.server import redis_url
+from dflash_batch.worker.settings import WorkerSettings
+
+
+@click.command("worker")
+@click.option(
+    "-m",
+    "--model",
+    metavar="MODEL",
+    help="Serve this model only: a folder, a Hugging Face id, or demo. "
+    "[default: whatever the queue has work for]",
+)
+@draft_options
+@click.option(
+    "--max-batch",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Most rows decoded together.",
+)
+@click.option(
+    "--max-context", type=click.IntRange(min=2), metavar="N", help="Use less context, in tokens."
+)
+@click.option(
+    "--lease-ttl",
+    type=click.FloatRange(min=1),
+    default=45.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the queue waits for us when we are silent, before others get our rows.",
+)
+@click.option("--burst", is_flag=True, help="Stop when nothing is left to do.")
+@common_options
+@pass_common
+@click.pass_context
+def command(
+    ctx: click.Context,
+    common: Common,
+    model: str | None,
+    draft: str,
+    block: int | None,
+    dtype: str,
+    max_batch: int,
+    max_context: int | None,
+    lease_ttl: float,
+    burst: bool,
+) -> None:
+    """Work on queued batches until stopped.
+
+    Ctrl-C finishes the rows in hand and stops; a second Ctrl-C gives them back at once. Any number
+    of workers may share a queue.
+
+    \b
+    Example: dflash-batch worker --redis redis://studio.local:6379
+    """
+    ref = model_ref(model, draft, block, dtype) if model else None
+    with redis_url(common.redis, home_dir(common.home)) as url:
+        settings = WorkerSettings(
+            redis_url=url,
+            model=ref,
+            max_batch=max_batch,
+            lease_ttl_s=lease_ttl,
+            max_context=max_context,
+            burst=burst,
+            log_level="DEBUG" if common.verbose else "WARNING" if common.quiet else "INFO",
+        )
+        code = worker_main.run_worker(settings)
+    if code == exits.NOT_FOUND:
+        talk("the model cannot be loaded; the reason is above")
+    ctx.exit(code)
