@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import signal
 import threading
 import time
@@ -34,6 +35,9 @@ from dflash_batch.worker.results import ResultFiles, Totals
 from dflash_batch.worker.server import EmbeddedServer, check_server, given_url
 from dflash_batch.worker.settings import ENGINE_COMMAND, WorkerSettings
 from dflash_batch.worker.submit import batch_id_for, submit
+
+FRUITLESS = 3
+"""Rounds in succession that bring no row before we give up."""
 
 
 class BatchBusy(UserError):
@@ -120,9 +124,7 @@ class _Session:
             missing = self._missing(files)
             if missing or self.entry.state != "done":
                 with self._queue() as (queue, server):
-                    while missing:
-                        self._round(queue, server, files, missing)
-                        missing = self._missing(files)
+                    self._rounds(queue, server, files, missing)
                     self._save(elapsed_s=self.elapsed_s)
                     self._clear(queue)
                 self._save(state="done", queued="")
@@ -175,14 +177,13 @@ class _Session:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Two clients on one batch would each get half of its results."""
-        with (self._folder / f"{self.entry.batch}.client").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+        path = self._folder / f"{self.entry.batch}.client"
+        with _locked(path) as mine:
+            if not mine:
                 raise BatchBusy(
                     f"{self.entry.batch} is being run by another command already; "
                     "wait for it, or start a separate run with --new."
-                ) from error
+                )
             yield
 
     def _files(self) -> ResultFiles:
@@ -219,25 +220,30 @@ class _Session:
             stack.callback(client.close)
             yield Queue(client), server
 
-    def _round(
+    def _rounds(
         self,
         queue: Queue,
         server: EmbeddedServer | None,
         files: ResultFiles,
         missing: Sequence[JobSpec],
     ) -> None:
-        """Have the queue give what it can of the missing rows. Raises QueueLost if that is none."""
-        known = self._queued(queue, missing)
-        self._follow(queue, server, files, len(missing))
-        self._clear(queue)
-        if not known and len(self._missing(files)) == len(missing):
-            raise QueueLost(
-                f"{len(missing):,} rows were queued as {self.entry.queued} and none came back. "
-                "Does another program take results from this queue? Run the same command again."
-            )
+        """Queue and follow what is missing until nothing is: one round, unless rows get lost."""
+        fruitless = 0
+        while missing:
+            self._queued(queue, missing)
+            self._follow(queue, server, files, len(missing))
+            self._clear(queue)
+            before, missing = len(missing), self._missing(files)
+            fruitless = fruitless + 1 if len(missing) == before else 0
+            if fruitless == FRUITLESS:
+                raise QueueLost(
+                    f"{before:,} rows were queued {FRUITLESS} times and none came back. Does "
+                    "another program take results from this queue, or empty it? Run the same "
+                    "command again."
+                )
 
-    def _queued(self, queue: Queue, missing: Sequence[JobSpec]) -> bool:
-        """See that a batch with the missing rows is queued; whether the queue had it already."""
+    def _queued(self, queue: Queue, missing: Sequence[JobSpec]) -> None:
+        """See that a batch that has the missing rows is in the queue."""
         if self.entry.replaced:
             queue.forget(self.entry.replaced)
             self._save(replaced="")
@@ -245,12 +251,11 @@ class _Session:
         before = self.entry.queued
         known = queue.status(before) if before else None
         if known is not None and known.state is not BatchState.UPLOADING:
-            return True
+            return
         if known is not None and before != wanted:
             queue.forget(before)  # an upload begun for other rows, from files since changed
         self._save(queued=wanted, state="running")
         self.watch.on_phase("queueing", 0.0)
-        joined = queue.status(wanted) is not None
         submit(
             queue,
             missing,
@@ -259,7 +264,6 @@ class _Session:
             name=self.options.name,
             progress=self._sent,
         )
-        return joined
 
     def _id_for(self, missing: Sequence[JobSpec]) -> str:
         """The batch's own id for all rows; for some of them one that says which."""
@@ -315,6 +319,35 @@ class _Session:
 
 
 @contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether the lock on `path` is ours while the block lasts. The file is gone afterwards."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            if not _is_at(path, lock):
+                continue  # its holder removed it between our two calls
+            try:
+                yield True
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(lock)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
 def _stoppable() -> Iterator[threading.Event]:
     """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; a second one interrupts at once.
 
@@ -331,7 +364,9 @@ def _stoppable() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, note) for number in _STOPS}
+    # What is ignored stays so: nohup ignores SIGHUP, shells SIGINT of background jobs.
+    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield stop
     finally:

@@ -67,8 +67,6 @@ class Follower:
                     self._is_out = False
                 except redis.RedisError as error:
                     self._sit_out(error)
-            if not self.stop.is_set():
-                self.worker.wait(5.0)
         finally:
             self.worker.stop()
         self._drain()

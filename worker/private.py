@@ -141,13 +141,6 @@ class PrivateWorker:
         process.wait()
         self._give_back(self.name)
 
-    def wait(self, seconds: float) -> None:
-        """Let a process whose batch is done end by itself; stop it if it does not."""
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-        self.stop()
-
     def forget(self) -> None:
         """Remove what a batch that is done leaves in the folder."""
         for path in (self.log, self._notices, self._lock):

@@ -220,11 +220,13 @@ class ResultFiles:
         end = 0  # of the last whole line
         for start, line in file.lines():
             record = _parsed(line)
+            if not line.strip():
+                continue
             if record is not None and self._take(record):
                 end = start + len(line)
-            elif line.startswith((_START, b"\0")) or _START.startswith(line):
+            elif record is None and _is_torn(line):
                 torn.append((start, start + len(line)))
-            elif line.strip():
+            else:
                 raise OutputTaken(
                     f"{file.path} holds something other than the results of {self.batch_id}. "
                     "Name another file with -o, or replace it with --new."
@@ -409,6 +411,12 @@ def _check_places(output: Path, errors: Path) -> None:
             raise OutputTaken(f"{path} is not a regular file; name one with -o.")
         if not path.parent.is_dir():
             raise OutputFailed(f"cannot write {path}: there is no folder {path.parent}.")
+
+
+def _is_torn(line: bytes) -> bool:
+    """Whether it may be what is left of a line of ours; a power failure leaves zeros in a file."""
+    head, _, _ = line.partition(b"\0")
+    return head.startswith(_START) or _START.startswith(head)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
