@@ -11,7 +11,15 @@ import click
 
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import Common, common_options, pass_common, printable
-from dflash_batch.cli.intake import SKIP_HINT, Intake, plural, problem_lines, read_input, size_text
+from dflash_batch.cli.intake import (
+    SKIP_HINT,
+    Intake,
+    label,
+    plural,
+    problem_lines,
+    read_input,
+    size_text,
+)
 from dflash_batch.cli.models import model_ref
 from dflash_batch.cli.screen import Screen, open_screen
 from dflash_batch.worker.contract import CHAT
@@ -53,7 +61,7 @@ def command(
     Example: dflash-batch check batch.jsonl -m Qwen/Qwen3-4B
     """
     target = model_ref(model, "none", None, "auto").target if model else None
-    with open_screen(common, file) as screen:
+    with open_screen(common, label(file)) as screen:
         intake = read_input(file, model, screen)
         fit = _fit(intake, target, max_context, screen) if target else None
         screen.on_phase("planning", 0.0)
@@ -88,11 +96,9 @@ def _screen(
             yield f"  warning  {printable(warning)}"
         yield SKIP_HINT
         return
-    kinds = _endpoints(intake)
-    yield (
-        f"{printable(intake.name)}   {plural(reading.requests, 'request')} · {size_text(reading.bytes)}"
-        f" · {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}"
-    )
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in _endpoints(intake).items())
+    requests = plural(reading.requests, "request")
+    yield f"{printable(intake.name)}   {requests} · {size_text(reading.bytes)} · {kinds}"
     yield f"  valid           {len(reading.rows):,} ok · 0 invalid"
     if reading.models:
         names = ", ".join(f"{name} ({count:,})" for name, count in reading.models.items())

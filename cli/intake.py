@@ -42,18 +42,23 @@ class Intake:
 
 def read_input(file: str, model: str | None, watch: Watcher) -> Intake:
     """Read `file` ("-": stdin) with progress. Raises InputNotFound and InputError."""
-    name = "stdin" if file == STDIN else os.path.basename(file)
+    name = label(file)
     with _opened(file) as stream:
-        size = 0 if file == STDIN else os.fstat(stream.fileno()).st_size
+        size = None if file == STDIN else os.fstat(stream.fileno()).st_size
 
         def progress(done: int) -> None:
-            watch.on_phase("reading", done / size if size else None)
+            watch.on_phase("reading", None if size is None else done / max(1, size))
 
         try:
             reading = read_lines(stream, default_model=model, progress=progress)
         except OSError as error:
             raise InputNotFound(f"cannot read {file}: {error.strerror or error}") from error
     return Intake(name, None if file == STDIN else Path(file), reading)
+
+
+def label(file: str) -> str:
+    """An input's name for people."""
+    return "stdin" if file == STDIN else os.path.basename(file)
 
 
 @contextmanager

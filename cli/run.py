@@ -10,7 +10,16 @@ import click
 
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import Common, common_options, pass_common, talk
-from dflash_batch.cli.intake import SKIP_HINT, Intake, read_input, show_problems, show_warnings
+from dflash_batch.cli.intake import (
+    SKIP_HINT,
+    STDIN,
+    InputNotFound,
+    Intake,
+    label,
+    read_input,
+    show_problems,
+    show_warnings,
+)
 from dflash_batch.cli.models import draft_options, model_option, model_ref, named_model
 from dflash_batch.cli.screen import Screen, open_screen
 from dflash_batch.cli.summary import summary
@@ -92,7 +101,7 @@ def command(
     places = _places(file, output, errors)
     # a wrong name is said before a long file is read
     ref = model_ref(model, draft, block, dtype) if model else None
-    with open_screen(common, file) as screen:
+    with open_screen(common, label(file)) as screen:
         intake = read_input(file, model, screen)
     check_intake(ctx, common, intake, skip=on_invalid == "skip")
     ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype)
@@ -155,16 +164,18 @@ def _say_if_old(screen: Screen) -> None:
 
 
 def _places(file: str, output: str | None, errors: str | None) -> Places:
-    """Result files for these options, absolute. Raises click.UsageError."""
-    if file == "-" and output is None:
-        raise click.UsageError("reading stdin needs -o FILE for the results")
+    """Result files for these options, absolute. Raises click.UsageError and InputNotFound."""
     source = Path(file)
+    if file == STDIN and output is None:
+        raise click.UsageError("reading stdin needs -o FILE for the results")
+    if source.is_dir():
+        raise InputNotFound(f"{file} is a folder; name a file")
     out = Path(output) if output is not None else source.with_name(f"{source.stem}.out.jsonl")
+    if out.is_dir():
+        raise click.UsageError(f"{out} is a folder; name a file with -o")
     stem = out.name.removesuffix(".jsonl").removesuffix(".out")
     bad = Path(errors) if errors is not None else out.with_name(f"{stem}.errors.jsonl")
     for place in (out, bad):
-        if place.is_dir():
-            raise click.UsageError(f"{place} is a folder; name a file")
-        if file != "-" and place.exists() and source.exists() and place.samefile(source):
+        if file != STDIN and place.exists() and source.exists() and place.samefile(source):
             raise click.UsageError(f"{place} is the input; name another file with -o")
     return Places(out.absolute(), bad.absolute())

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 LINE_S = 60.0
 """A plain line is written at least this often while rows are decoded,"""
 
-LINE_SHARE = 0.05
-"""and whenever this share of the rows is done."""
+LINE_STEPS = 20
+"""and whenever another of so many parts of the rows is done."""
 
 SHORT_S = 1.0
 """A phase that ends sooner is not worth a line."""
@@ -71,7 +71,7 @@ class PlainScreen:
         self._phase = ""
         self._began = 0.0  # monotonic time of the phase,
         self._said = False  # and whether it was mentioned
-        self._share = 0.0
+        self._step = 0
         self._last = 0.0
 
     def on_phase(self, text: str, share: float | None) -> None:
@@ -84,12 +84,12 @@ class PlainScreen:
             self._say(text)
 
     def on_progress(self, progress: Progress) -> None:
-        share = progress.done / max(1, progress.total)
+        step = progress.done * LINE_STEPS // max(1, progress.total)
         now = time.monotonic()
         first = not self.rows_ran
         self.rows_ran = True
-        if first or share >= self._share + LINE_SHARE or now - self._last >= LINE_S:
-            self._share, self._last = share, now
+        if first or step > self._step or now - self._last >= LINE_S:
+            self._step, self._last = step, now
             self._say(progress_line(progress))
 
     def on_note(self, text: str) -> None:

@@ -8,7 +8,7 @@ import uuid
 import click
 
 from dflash_batch.cli.common import Common, common_options, pass_common, talk
-from dflash_batch.cli.intake import read_input
+from dflash_batch.cli.intake import label, plural, read_input
 from dflash_batch.cli.models import draft_options, model_option, model_ref, named_model
 from dflash_batch.cli.queueing import open_queue
 from dflash_batch.cli.run import check_intake
@@ -56,7 +56,7 @@ def command(
     Example: dflash-batch submit batch.jsonl -m Qwen/Qwen3-4B
     """
     ref = model_ref(model, draft, block, dtype) if model else None
-    with open_screen(common, file) as screen:
+    with open_screen(common, label(file)) as screen:
         intake = read_input(file, model, screen)
     check_intake(ctx, common, intake, skip=on_invalid == "skip")
     ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype)
@@ -76,11 +76,10 @@ def command(
         )
         workers = queue.workers()
     if not common.quiet:
-        talk(
-            f"{batch_id}   {status.total:,} requests queued · "
-            f"shared prefix {planned.shared_share:.0%}"
-        )
-        if not workers:
+        state = "are done already; --new runs them again" if status.done else "queued"
+        shared = f"shared prefix {planned.shared_share:.0%}"
+        talk(f"{batch_id}   {plural(status.total, 'request')} {state} · {shared}")
+        if not workers and not status.done:
             talk("  no worker is running; the batch waits for one: dflash-batch worker")
         if given_url(common.redis) is None:
             talk("  our own server stops with its last user and keeps the batch on disk meanwhile")
