@@ -13,8 +13,8 @@ from typing import BinaryIO
 import click
 
 from dflash_batch.cli.common import printable, talk
+from dflash_batch.cli.screen import Screen
 from dflash_batch.worker.errors import UserError
-from dflash_batch.worker.progress import Watcher
 from dflash_batch.worker.reader import LineError, Reading, read_lines
 
 SHOWN = 50
@@ -40,14 +40,14 @@ class Intake:
     reading: Reading
 
 
-def read_input(file: str, model: str | None, watch: Watcher) -> Intake:
+def read_input(file: str, model: str | None, screen: Screen) -> Intake:
     """Read `file` ("-": stdin) with progress. Raises InputNotFound and InputError."""
     name = label(file)
     with _opened(file) as stream:
         size = None if file == STDIN else os.fstat(stream.fileno()).st_size
 
         def progress(done: int) -> None:
-            watch.on_phase("reading", None if size is None else done / max(1, size))
+            screen.on_phase("reading", None if size is None else done / max(1, size))
 
         try:
             reading = read_lines(stream, default_model=model, progress=progress)

@@ -10,10 +10,11 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from dflash_batch.cli.common import Common, printable, talk
-from dflash_batch.worker.progress import Progress, Watcher
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from dflash_batch.worker.progress import Progress
 
 LINE_S = 60.0
 """A plain line is written at least this often while rows are decoded,"""
@@ -28,10 +29,19 @@ _SURE_ROWS, _SURE_SHARE = 20, 0.03
 """Before so much is done, the time left is not known well enough to be shown."""
 
 
-class Screen(Watcher, Protocol):
-    """A watcher that remembers whether rows ran at all."""
+class Screen(Protocol):
+    """A `Watcher` (worker/progress.py) that remembers whether rows ran at all."""
 
     rows_ran: bool
+
+    def on_phase(self, text: str, share: float | None) -> None:
+        """A phase has begun or moved on."""
+
+    def on_progress(self, progress: Progress) -> None:
+        """Rows are being decoded."""
+
+    def on_note(self, text: str) -> None:
+        """Something happened that a person may want to know."""
 
 
 @contextmanager
