@@ -42,6 +42,9 @@ SOCKET_BYTES = 100
 START_S = 30.0
 """How long a server may take to answer at all. Loading its file after that has no limit."""
 
+JOIN_S = 5.0
+"""How long a server that runs may take to answer before it is replaced."""
+
 STOP_S = 30.0
 """How long a server may take to write its file and go."""
 
@@ -266,7 +269,7 @@ class EmbeddedServer:
         """Whether the server answers PING; waits while it loads its file, however long."""
         retry = Retry(NoBackoff(), 0)
         client = redis.Redis(unix_socket_path=str(self.socket), socket_timeout=2, retry=retry)
-        deadline = time.monotonic() + (START_S if process else 5.0)
+        deadline = time.monotonic() + (START_S if process else JOIN_S)
         try:
             while True:
                 try:
