@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def _report(
     colour = "green" if score == len(answers) else None
     yield "score " + click.style(f"{score}/{len(answers)}", fg=colour, bold=True) + " right"
     yield "next:"
-    yield f"  dflash-batch check {source}"
+    yield f"  dflash-batch check {shlex.quote(str(source))} -m demo"
     yield "  dflash-batch run FILE.jsonl -m MODEL      your own file; MODEL is a folder or an id"
 
 

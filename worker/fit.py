@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,9 +170,10 @@ def _tokenizer(folder: Path) -> Any:
     """The folder's tokenizer, or None if it has no files of one."""
     if not any((folder / name).exists() for name in _TOKENIZERS):
         return None
-    from transformers import AutoTokenizer, logging  # takes a second: only when needed
+    # It remarks on what we do not need (PyTorch) and on what is ours to report (long prompts).
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import AutoTokenizer  # takes a second: only when needed
 
-    logging.set_verbosity_error()  # a long prompt is ours to report
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
