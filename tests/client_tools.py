@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from dflash_batch.worker.progress import Progress
 
 @dataclass
 class Remember:
-    """A watcher that keeps all it is told."""
+    """A watcher that keeps all it is told, and does `action` once when `at` rows are written."""
 
+    at: int = 0
+    action: Callable[[], object] | None = None
     phases: list[tuple[str, float | None]] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -32,6 +34,9 @@ class Remember:
 
     def on_progress(self, progress: Progress) -> None:
         self.progress.append(progress)
+        if self.action is not None and progress.done >= self.at:
+            action, self.action = self.action, None
+            action()
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
@@ -63,8 +68,22 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
+def worker_pid(home: Path) -> int:
+    """Process id of the private worker of the one run that goes on in `home`."""
+    [note] = (home / "runs").glob("*.worker")
+    return int(json.loads(note.read_text())["pid"])
+
+
+def engine_pid(home: Path) -> int:
+    """Process id of the engine that this worker started last."""
+    [log] = (home / "runs").glob("*.log")
+    line = [line for line in log.read_text().splitlines() if "engine_started" in line][-1]
+    return int(line.split("pid=")[1].split()[0])
+
+
 def main(arguments: Sequence[str]) -> int:
     given = json.loads(arguments[0])
+    print("started", flush=True)
     chosen = options(Path(given["folder"]), *given["engine"])
     try:
         totals = run_batch(rows_of(given["rows"]), [], chosen, Remember())

@@ -60,7 +60,7 @@ def batches(draw: st.DrawFn) -> list[JobSpec]:
 
 
 @given(batches())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_row_is_in_one_shard_and_groups_are_what_they_say(rows: list[JobSpec]) -> None:
     cut = plan(rows)
 
@@ -77,7 +77,7 @@ def test_every_row_is_in_one_shard_and_groups_are_what_they_say(rows: list[JobSp
 
 
 @given(batches())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_shared_is_what_a_prefix_tree_would_save(rows: list[JobSpec]) -> None:
     cut = plan(rows)
     texts = sorted(canonical(row) for row in rows)
@@ -88,7 +88,7 @@ def test_what_is_shared_is_what_a_prefix_tree_would_save(rows: list[JobSpec]) ->
 
 
 @given(batches())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_large_group_is_never_mixed_with_others(rows: list[JobSpec]) -> None:
     """The deepest block shared by GROUP_ROWS rows, found here by counting hashes."""
     chains = {row.index: [block.hex() for block in prefix_chain(row)] for row in rows}

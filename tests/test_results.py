@@ -149,7 +149,7 @@ def test_no_error_file_is_made_while_nothing_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "errors.jsonl").exists()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(["out.jsonl", "errors.jsonl"]), st.data())
 def test_a_file_cut_anywhere_is_repaired(name: str, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder_name:
@@ -169,7 +169,7 @@ def test_a_file_cut_anywhere_is_repaired(name: str, data: st.DataObject) -> None
         assert_complete(folder, again.totals)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_hole_that_a_power_failure_left_is_taken_out(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder_name:

@@ -53,8 +53,8 @@ class Follower:
         """Until `goal` rows are written in all, or the queue has no more to give.
 
         All that was written is on disk and acknowledged afterwards, and the worker has ended.
-        Raises KeyboardInterrupt once `stop` is set, OutputFailed, QueueLost, ModelUnavailable and
-        WorkerFailed.
+        Raises KeyboardInterrupt if `stop` was set before that; OutputFailed, QueueLost,
+        ModelUnavailable and WorkerFailed.
         """
         self._look()
         after = self._status.exported if self._status else "0-0"
@@ -70,7 +70,7 @@ class Follower:
         finally:
             self.worker.stop()
         self._drain()
-        if self.stop.is_set():
+        if self.stop.is_set() and len(self.files.written) < goal:
             raise KeyboardInterrupt
 
     def _step(self) -> bool:

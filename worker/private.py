@@ -40,8 +40,8 @@ LONGEST_PAUSE_S = 30.0
 ORPHAN_S = 10.0
 """How long the worker of a dead client may take to notice, before we end it."""
 
-GRACE_S = 3.0
-"""How long a worker that is told to stop may finish rows,"""
+GRACE_S = 1.0
+"""How long a worker that is told to stop may go on with its rows,"""
 
 STOP_S = 5.0
 """and how much later it is killed."""
@@ -125,21 +125,20 @@ class PrivateWorker:
         return f"the worker stopped ({_ending(status)}); it is started again in {pause:.1f} s"
 
     def stop(self) -> None:
-        """Let the process finish what it can in a few seconds, and see that it is gone."""
+        """Let the process finish what it can in a few seconds, and see that it is gone.
+
+        That holds for the worker of a dead client too.
+        """
         process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.terminate()
-            process.wait(GRACE_S + STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        process.wait()
-        self._give_back(self.name)
+        if process is not None:
+            _end(process)
+            self._give_back(self.name)
+        deadline = time.monotonic() + 2 * ORPHAN_S
+        while (lock := self._taken_lock()) is None and time.monotonic() < deadline:
+            self._wait_for_orphan()
+            time.sleep(0.05)
+        if lock is not None:
+            os.close(lock)
 
     def forget(self) -> None:
         """Remove what a batch that is done leaves in the folder."""
@@ -173,14 +172,13 @@ class PrivateWorker:
         return news
 
     def _start(self) -> str | None:
-        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = self._taken_lock()
+        if lock is None:
+            self._again = time.monotonic() + 0.1
+            return self._wait_for_orphan()
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return self._wait_for_orphan(lock)
             self._orphan_since = None
-            before = _note(lock)
+            before = _read_note(self._lock)
             if before is not None:
                 self._give_back(before["name"])
             self.name = f"{socket.gethostname()}-{uuid.uuid4().hex}"
@@ -214,14 +212,23 @@ class PrivateWorker:
                 start_new_session=True,
             )
 
-    def _wait_for_orphan(self, lock: int) -> str | None:
+    def _taken_lock(self) -> int | None:
+        """A descriptor that holds the lock, or None while a worker does."""
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return lock
+
+    def _wait_for_orphan(self) -> str | None:
         """The worker of a client that was killed notices that soon; if not, it is ended."""
         now = time.monotonic()
-        self._again = now + 0.1
         if self._orphan_since is None:
             self._orphan_since = now
             return "waiting for the worker of an earlier run to stop"
-        note = _note(lock)
+        note = _read_note(self._lock)
         if now - self._orphan_since > ORPHAN_S and note is not None and note["pid"]:
             # The lock is held, so this is its process and no other that got the number.
             with suppress(ProcessLookupError):
@@ -240,10 +247,24 @@ class PrivateWorker:
         return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
 
 
-def _note(lock: int) -> dict[str, Any] | None:
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM, and SIGKILL if that does not do or we are told to hurry."""
+    try:
+        process.terminate()
+        process.wait(GRACE_S + STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    process.wait()
+
+
+def _read_note(path: Path) -> dict[str, Any] | None:
     """Name and process number of the last worker that held the lock."""
     try:
-        note = json.loads(os.pread(lock, 4096, 0))
+        note = json.loads(path.read_bytes())
     except ValueError:
         return None
     return note if isinstance(note, dict) and "name" in note and "pid" in note else None
