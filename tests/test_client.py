@@ -149,6 +149,8 @@ def test_failed_and_rejected_lines_are_written_once_and_a_second_run_only_reads(
 def test_nothing_to_run_needs_no_server(folder: Path) -> None:
     totals = run_batch([], [NO_JSON], options(folder), Remember())
     assert (totals.requests, totals.failed, totals.tokens_per_cycle) == (1, 1, 0.0)
+    assert [line["line"] for line in lines_of(folder / "in.errors.jsonl")] == [61]
+    assert not (folder / "home" / "redis").exists()
 
 
 def test_a_killed_worker_is_started_again_without_waiting_for_its_leases(folder: Path) -> None:
@@ -327,7 +329,10 @@ def test_one_batch_is_not_run_by_two_commands(folder: Path) -> None:
 
 def test_a_model_that_cannot_be_loaded_is_said_so_at_once(folder: Path) -> None:
     with pytest.raises(ModelUnavailable, match="there is no model fake"):
-        run(options(folder, "--no-model"))
+        run_batch(rows_of(ROWS), [NO_JSON], options(folder, "--no-model"), Remember())
+    other = options(folder, "--no-model", model=ModelRef(target="absent"))
+    with pytest.raises(ModelUnavailable, match="there is no model absent"):
+        run_batch(rows_of(ROWS), [NO_JSON], other, Remember())
 
 
 def test_a_worker_that_always_dies_ends_the_run(

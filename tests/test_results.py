@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
-import json
 import os
 import tempfile
 from collections import Counter
@@ -27,7 +25,6 @@ from dflash_batch.worker.results import (
     ResultFiles,
     Tail,
     Totals,
-    export,
 )
 from dflash_batch.worker.submit import submit
 
@@ -329,24 +326,6 @@ def test_many_rows_are_synced_on_the_way(
     with open_files(tmp_path) as files:
         assert Tail(queue, BATCH, files, "0-0").pull(0) == 12
     assert queue.results(BATCH, "0-0", block_ms=0) == []
-
-
-def test_export_copies_what_is_there_and_disturbs_nobody(queue: Queue, tmp_path: Path) -> None:
-    fill(queue, 12)
-    output, errors = io.BytesIO(), io.BytesIO()
-    found = export(queue, BATCH, output, errors)
-    assert (found.ok, found.failed, found.gone) == (9, 3, 0)
-    assert len(output.getvalue().splitlines()) == 9
-    everything = io.BytesIO()
-    assert export(queue, BATCH, everything) == found
-    ids = {json.loads(line)["custom_id"] for line in everything.getvalue().splitlines()}
-    assert len(ids) == 12
-    with open_files(tmp_path) as files:
-        tail = Tail(queue, BATCH, files, "0-0")
-        tail.pull(0)
-        tail.settle()
-    assert_complete(tmp_path, files.totals)
-    assert export(queue, BATCH, io.BytesIO()).gone == 12
 
 
 def fill(queue: Queue, rows: int) -> None:

@@ -31,10 +31,13 @@ from dflash_batch.worker.private import PrivateWorker
 from dflash_batch.worker.progress import Reporter, Watcher
 from dflash_batch.worker.queue import Queue, connect
 from dflash_batch.worker.reader import LineError
-from dflash_batch.worker.results import ResultFiles, Totals
+from dflash_batch.worker.results import OutputTaken, ResultFiles, Totals
 from dflash_batch.worker.server import EmbeddedServer, check_server, given_url
 from dflash_batch.worker.settings import ENGINE_COMMAND, WorkerSettings
 from dflash_batch.worker.submit import batch_id_for, submit
+
+REMEMBER_S = 5.0
+"""Seconds between notes of the time spent."""
 
 FRUITLESS = 3
 """Rounds in succession that bring no row before we give up."""
@@ -114,20 +117,21 @@ class _Session:
         self._began = time.monotonic()
         self._remembered = self._began
         self._done = 0
-        self.entry = self._claim()
-        self._earlier_s = self.entry.elapsed_s
+        self._earlier_s = 0.0
+        self.entry = self._new_run("run")
 
     def run(self) -> Totals:
         with self._alone(), self._files() as files:
             if self.entry.state == "replacing":
                 self._save(state="running")
             missing = self._missing(files)
-            if missing or self.entry.state != "done":
+            if missing or self.entry.queued or self.entry.replaced:
                 with self._queue() as (queue, server):
                     self._rounds(queue, server, files, missing)
-                    self._save(elapsed_s=self.elapsed_s)
                     self._clear(queue)
-                self._save(state="done", queued="")
+            files.finish()
+            if missing or self.entry.state != "done":
+                self._save(state="done", elapsed_s=self.elapsed_s)
             files.totals.elapsed_s = self.entry.elapsed_s
             return files.totals
 
@@ -151,24 +155,32 @@ class _Session:
         )
         if found is not None and same and not options.new:
             return found
-        # What is replaced stays in the queue's memory of batches no longer than its results do.
-        salt = uuid.uuid4().hex if options.new else ""
-        entry = Run(
-            batch=batch_id_for(options.digest, options.model, salt),
-            digest=options.digest,
-            model_key=options.model.key,
-            state="replacing" if options.new else "running",
-            replaced=found.queued if found is not None else "",
-            name=options.name,
-        )
+        entry = self._new_run(f"run {uuid.uuid4().hex}" if options.new else "run")
+        if found is not None:
+            entry = entry.model_copy(update={"replaced": found.queued})
         if options.new:
+            entry = entry.model_copy(update={"state": "replacing"})
             self._journal.save(options.output, entry)
         return entry
+
+    def _new_run(self, salt: str) -> Run:
+        """The id is not the one `submit` gives: what is submitted stays there for `results`."""
+        return Run(
+            batch=batch_id_for(self.options.digest, self.options.model, salt),
+            digest=self.options.digest,
+            model_key=self.options.model.key,
+            name=self.options.name,
+        )
 
     def _save(self, **changes: Any) -> None:
         self.entry = self.entry.model_copy(update=changes)
         self._journal.save(self.options.output, self.entry)
         self._remembered = time.monotonic()
+
+    def _remember(self) -> None:
+        """Note the time spent now and then; a kill loses no more than what came after."""
+        if time.monotonic() - self._remembered > REMEMBER_S:
+            self._save(elapsed_s=self.elapsed_s)
 
     @property
     def _folder(self) -> Path:
@@ -176,13 +188,20 @@ class _Session:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Two clients on one batch would each get half of its results."""
-        path = self._folder / f"{self.entry.batch}.client"
-        with _locked(path) as mine:
-            if not mine:
+        """Claim the output file, then the batch: two clients on one would each get half of it."""
+        output = hashlib.sha256(os.fsencode(self.options.output.absolute())).hexdigest()[:24]
+        with ExitStack() as stack:
+            if not stack.enter_context(_locked(self._folder / f"{output}.output")):
+                raise OutputTaken(
+                    f"{self.options.output} is being written by another command; wait for it, or "
+                    "name another file with -o."
+                )
+            self.entry = self._claim()
+            self._earlier_s = self.entry.elapsed_s
+            if not stack.enter_context(_locked(self._folder / f"{self.entry.batch}.client")):
                 raise BatchBusy(
-                    f"{self.entry.batch} is being run by another command already; "
-                    "wait for it, or start a separate run with --new."
+                    f"{self.entry.batch} is being run by another command; wait for it, or start a "
+                    "separate run with --new."
                 )
             yield
 
@@ -244,9 +263,6 @@ class _Session:
 
     def _queued(self, queue: Queue, missing: Sequence[JobSpec]) -> None:
         """See that a batch that has the missing rows is in the queue."""
-        if self.entry.replaced:
-            queue.forget(self.entry.replaced)
-            self._save(replaced="")
         wanted = self._id_for(missing)
         before = self.entry.queued
         known = queue.status(before) if before else None
@@ -278,9 +294,11 @@ class _Session:
             raise KeyboardInterrupt
 
     def _clear(self, queue: Queue) -> None:
-        """Results are on disk: the queue may forget the batch."""
-        if self.entry.queued:
-            queue.forget(self.entry.queued)
+        """The queue may forget what is on disk, and what is replaced."""
+        for batch_id in (self.entry.replaced, self.entry.queued):
+            if batch_id:
+                queue.forget(batch_id)
+        self._save(replaced="", queued="")
 
     def _follow(
         self, queue: Queue, server: EmbeddedServer | None, files: ResultFiles, missing: int
@@ -290,9 +308,10 @@ class _Session:
         worker = self._worker(queue, server, batch_id)
         report = Reporter(self.watch, files, len(self.rows), lambda: self.elapsed_s)
         try:
-            Follower(queue, server, batch_id, files, worker, report, self.stop).run(
-                len(files.written) + missing
+            follower = Follower(
+                queue, server, batch_id, files, worker, report, self.stop, self._remember
             )
+            follower.run(len(files.written) + missing)
         finally:
             self._done = len(files.written)
             self._save(elapsed_s=self.elapsed_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import redis
@@ -43,6 +44,7 @@ class Follower:
     worker: PrivateWorker
     report: Reporter
     stop: threading.Event
+    on_look: Callable[[], None] = lambda: None  # called every LOOK_S
     _tail: Tail = field(init=False)
     _status: BatchStatus | None = field(default=None, init=False)
     _info: WorkerInfo | None = field(default=None, init=False)
@@ -92,6 +94,7 @@ class Follower:
 
     def _look(self) -> None:
         self._looked = time.monotonic()
+        self.on_look()
         self._status = self.queue.status(self.batch_id)
         infos = {info.name: info for info in self.queue.workers()}
         self._info = infos.get(self.worker.name)

@@ -6,6 +6,7 @@ the time spent so far and for a batch that was started over with --new.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal
 import diskcache
 
 from dflash_batch.worker.contract import Record
-from dflash_batch.worker.home import private_dir
+from dflash_batch.worker.home import HomeError, private_dir
 
 
 class Run(Record):
@@ -47,17 +48,24 @@ class Journal:
 
 @contextmanager
 def open_journal(home: Path) -> Iterator[Journal]:
-    """The journal of `home`; several processes may have it open at once."""
-    store = diskcache.Cache(
-        str(private_dir(home / "journal")),
-        disk=diskcache.JSONDisk,
-        eviction_policy="none",
-        sqlite_synchronous=2,  # FULL: saved means on disk
-    )
+    """The journal of `home`; several processes may have it open at once. Raises HomeError."""
+    folder = private_dir(home / "journal")
     try:
-        yield Journal(store)
-    finally:
-        store.close()
+        store = diskcache.Cache(
+            str(folder),
+            disk=diskcache.JSONDisk,
+            eviction_policy="none",
+            sqlite_synchronous=2,  # FULL: saved means on disk
+        )
+        try:
+            yield Journal(store)
+        finally:
+            store.close()
+    except sqlite3.DatabaseError as error:
+        raise HomeError(
+            f"the journal in {folder} cannot be used: {error}. Unless the disk is full, remove "
+            "that folder; it holds nothing that a run cannot do without."
+        ) from error
 
 
 def _key(output: Path) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from dflash_batch.worker.contract import RowResult
 from dflash_batch.worker.errors import UserError
@@ -118,8 +118,8 @@ class Totals:
 class ResultFiles:
     """The output file and the error file of a batch; only one process at a time holds them.
 
-    Opening reads back what is there, cuts off a line that a crash left half written, and writes
-    the `rejected` lines that are missing. `rows` gives the index of each `custom_id`.
+    Opening reads back what is there and cuts off a line that a crash left half written. `rows`
+    gives the index of each `custom_id`; `rejected` lines are written before the first result.
     """
 
     def __init__(
@@ -139,9 +139,11 @@ class ResultFiles:
         self.batch_id = batch_id
         self.written: set[int] = set()
         self.repaired = 0  # torn lines removed at opening
-        self.totals = Totals(batch_id, str(output), requests=len(rows) + len(rejected))
+        self.totals = Totals(
+            batch_id, str(output), requests=len(rows) + len(rejected), failed=len(rejected)
+        )
         self._rows = rows
-        self._rejected: set[int] = set()
+        self._rejected = {error.line: error for error in rejected}  # not written yet
         self._output = _Appender(output)
         self._errors = _Appender(errors)
         try:
@@ -151,7 +153,7 @@ class ResultFiles:
                 if fresh:
                     file.empty()
                 self._read_back(file)
-            self._write_rejected(rejected)
+            self._note_errors_file()
         except BaseException:
             self.close()
             raise
@@ -172,6 +174,7 @@ class ResultFiles:
 
         They are not safe before `sync`. Raises OutputFailed; lines already whole are kept.
         """
+        self._write_rejected()
         new = self._unwritten(results)
         for file, failed in ((self._output, False), (self._errors, True)):
             chosen = [result for result in new if is_error(result) is failed]
@@ -188,6 +191,11 @@ class ResultFiles:
         self._output.sync()
         self._errors.sync()
 
+    def finish(self) -> None:
+        """Nothing more will come: see that all is on disk. Raises OutputFailed."""
+        self._write_rejected()
+        self.sync()
+
     def close(self) -> None:
         """Give the files back; may be called twice."""
         self._output.close()
@@ -202,16 +210,16 @@ class ResultFiles:
                 fresh.setdefault(result.index, result)
         return list(fresh.values())
 
-    def _write_rejected(self, rejected: Sequence[LineError]) -> None:
-        missing = [error for error in rejected if error.line not in self._rejected]
-        if missing:
-            self._errors.append("".join(rejected_line(e, self.batch_id) for e in missing))
-            self._errors.sync()
-        self.totals.failed += len(missing)
-        self._note_errors_file()
+    def _write_rejected(self) -> None:
+        # Not at opening: a run that fails before its first result leaves no line of its batch.
+        if self._rejected:
+            lines = [rejected_line(error, self.batch_id) for error in self._rejected.values()]
+            self._errors.append("".join(lines))
+            self._rejected = {}
+            self._note_errors_file()
 
     def _note_errors_file(self) -> None:
-        if self.totals.failed:
+        if self.totals.failed and self._errors.path.exists():
             self.totals.errors = str(self._errors.path)
 
     def _read_back(self, file: _Appender) -> None:
@@ -243,10 +251,8 @@ class ResultFiles:
         name: int | str | None = row if rejected is None else f"line {rejected}"
         if name is None or record.get("id") != f"batch_req_{row_hash(self.batch_id, name)}":
             return False
-        if isinstance(rejected, int):
-            if rejected not in self._rejected:
-                self._rejected.add(rejected)
-                self.totals.failed += 1
+        if rejected is not None:
+            self._rejected.pop(rejected, None)
         elif row is not None and row not in self.written:
             self.written.add(row)
             self.totals.add(record.get("response"))
@@ -440,34 +446,3 @@ def _to_disk(fd: int) -> None:
             os.fsync(fd)
         return
     os.fsync(fd)
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What `export` found: lines written, and how many rows of the batch are not in the queue."""
-
-    ok: int
-    failed: int
-    gone: int  # delivered to another reader and dropped since, or not finished yet
-
-
-def export(
-    queue: Queue, batch_id: str, output: BinaryIO, errors: BinaryIO | None = None
-) -> Exported:
-    """Copy the results that the queue holds now, without acknowledging any.
-
-    Failed rows go to `errors` if given, else to `output`. Raises OSError and redis.RedisError.
-    """
-    seen: set[int] = set()
-    after, ok = "0-0", 0
-    while entries := queue.results(batch_id, after, block_ms=1):
-        after = entries[-1][0]
-        for _, result in entries:
-            if result.index not in seen:
-                seen.add(result.index)
-                ok += result.ok
-                target = errors if errors is not None and is_error(result) else output
-                target.write(output_line(result, batch_id).encode())
-    status = queue.status(batch_id)
-    total = status.total if status is not None else len(seen)
-    return Exported(ok, len(seen) - ok, total - len(seen))

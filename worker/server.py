@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -310,7 +311,7 @@ class EmbeddedServer:
             log.seek(begin)
             lines = log.read().decode(errors="replace").splitlines()
         text = "\n".join(lines[-8:])
-        if "append only file" in text or "AOF" in text:
+        if _DAMAGED.search(text):
             cure = (
                 f"Its file is damaged. Results already in output files are safe: move "
                 f"{self.folder / 'appendonlydir'} away and run the command again; "
@@ -367,6 +368,9 @@ def _server_version(binary: Path) -> tuple[int, ...]:
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
 
+
+_DAMAGED = re.compile(r"bad file format|unrecoverable error|unexpected end of file|corrupt", re.I)
+"""What a server says that cannot read the file it kept its keys in."""
 
 _children: list[subprocess.Popen[bytes]] = []
 """Servers we started: they outlive us, but a handle dropped while it runs would complain."""
