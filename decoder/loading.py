@@ -137,15 +137,9 @@ def load_target(folder: Path, config: dict[str, Any], spec: LoadSpec) -> Target:
 
 
 def _dtype(name: str, model: nn.Module) -> mx.Dtype:
-    """The arithmetic of the weights that are not quantised.
-
-    `auto` is the checkpoint's own on a GPU. The CPU backend gets float32: its bfloat16 is slower,
-    and in float32 it is exact.
-    """
+    """The arithmetic of the weights that are not quantised; `auto` is the checkpoint's own."""
     if name != "auto":
         return DTYPES[name]
-    if mx.default_device() != mx.gpu:
-        return mx.float32
     kinds = [a.dtype for a in _parameters(model).values() if a.dtype in DTYPES.values()]
     return max(set(kinds), key=kinds.count)
 

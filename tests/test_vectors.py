@@ -1,12 +1,12 @@
 """Interoperability vectors: public checkpoint layouts with expected tokens, cycles and drafts.
 
-They lie outside the repository; DFLASH_BATCH_SHARED names the folder that holds `vectors/`.
+They come with the DFlash format: a tiny Qwen3 target, drafts of block 4 and 8 with full and with
+sliding layers, and a DFlash 2 draft, which is refused so far.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,13 @@ from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.loading import load_decoder
 from dflash_batch.decoder.types import LoadSpec
 
-SHARED = os.environ.get("DFLASH_BATCH_SHARED")
+FOLDER = Path(__file__).parent / "vectors" / "dflash-qwen3-tiny"
 DRAFTS = ("draft-b4", "draft-b8", "draft-b8-swa")
-
-pytestmark = [
-    pytest.mark.shared,
-    pytest.mark.skipif(SHARED is None, reason="DFLASH_BATCH_SHARED is not set"),
-]
-
-
-def folder() -> Path:
-    return Path(SHARED or "") / "vectors" / "dflash-qwen3-tiny"
 
 
 def cases(draft: str) -> list[dict[str, Any]]:
     loaded: list[dict[str, Any]] = json.loads(
-        (folder() / draft / "expected" / "cases.json").read_text()
+        (FOLDER / draft / "expected" / "cases.json").read_text()
     )
     return loaded
 
@@ -43,8 +34,8 @@ def cases(draft: str) -> list[dict[str, Any]]:
 def load(draft: str, block: int | None, max_batch: int) -> Any:
     return load_decoder(
         LoadSpec(
-            target=str(folder() / "target"),
-            draft=str(folder() / draft),
+            target=str(FOLDER / "target"),
+            draft=str(FOLDER / draft),
             block=block,
             dtype="float32",
             max_batch=max_batch,
@@ -84,7 +75,7 @@ def test_tokens_cycles_and_drafts_are_those_expected(draft: str, max_batch: int)
 def test_the_first_block_has_the_expected_logits(draft: str) -> None:
     decoder = load(draft, None, 1)
     drafter: DFlashDrafter = decoder._drafter
-    expected: Any = mx.load(str(folder() / draft / "expected" / "first_block.safetensors"))
+    expected: Any = mx.load(str(FOLDER / draft / "expected" / "first_block.safetensors"))
     for case in cases(draft):
         name = f"case{case['case']}.first_block."
         if case["block_size"] is not None or name + "logits" not in expected:

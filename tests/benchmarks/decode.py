@@ -1,0 +1,148 @@
+"""Decode speed: ours, plain and drafted, against mlx-lm's `batch_generate`, in one run.
+
+    python tests/benchmarks/decode.py PROMPTS.jsonl -m TARGET [--draft DRAFT] [--widths 1,8,32]
+
+PROMPTS.jsonl is a batch file of chat lines. All systems get the same token ids, decode greedily
+and stop by themselves; times include prefill. It also says how many of our texts equal mlx-lm's
+own, and for those that part, the gap between the two best logits where they part: on a GPU, rows
+are summed in another order at another width, so texts may part at near-ties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm import batch_generate, load
+
+from dflash_batch.decoder.loading import DTYPES, find, load_decoder
+from dflash_batch.decoder.types import Completion, LoadSpec, Request
+
+Texts = list[list[int]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("prompts")
+    parser.add_argument("-m", "--model", required=True)
+    parser.add_argument("--draft", default="auto")
+    parser.add_argument("--block", type=int)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--widths", default="1,8,32")
+    parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    options = parser.parse_args()
+    with open(options.prompts, encoding="utf-8") as file:
+        chats = [json.loads(line)["body"]["messages"] for line in file][: options.limit]
+    spec = LoadSpec(
+        target=options.model, draft=options.draft, block=options.block, dtype=options.dtype
+    )
+    reference = Peer(options.model, options.dtype)
+    prompts = [reference.encode(chat) for chat in chats]
+    print(f"{len(prompts)} prompts, {sum(map(len, prompts)):,} tokens, on {mx.default_device()}")
+    print(f"{'system':<28}{'width':>6}{'tok/s':>9}{'jobs/s':>8}{'tau':>6}{'prefilled':>11}")
+    for width in [int(w) for w in options.widths.split(",")]:
+        theirs = reference.run(prompts, width, options.max_tokens)
+        for draft in ("none", options.draft):
+            ours = run(replace(spec, draft=draft, max_batch=width), prompts, options.max_tokens)
+            compare(reference, prompts, theirs, ours, width)
+
+
+def report(name: str, width: int, texts: Texts, seconds: float, tau: float, prefilled: int) -> None:
+    tokens = sum(map(len, texts))
+    print(
+        f"{name:<28}{width:>6}{tokens / seconds:>9.1f}{len(texts) / seconds:>8.2f}{tau:>6.2f}"
+        f"{prefilled:>11,}",
+        flush=True,
+    )
+
+
+def run(spec: LoadSpec, prompts: Texts, max_tokens: int) -> Texts:
+    """Our decoder, once to warm up and once for the clock."""
+    decoder = load_decoder(spec)
+    for timed in (False, True):
+        some = prompts if timed else prompts[: spec.max_batch]
+        for uid, prompt in enumerate(some):
+            decoder.add(Request(uid, tuple(prompt), max_tokens if timed else 24))
+        done: dict[int, Completion] = {}
+        start = time.perf_counter()
+        while any(decoder.load()):
+            done |= {c.uid: c for c in decoder.step()}
+        seconds = time.perf_counter() - start
+    texts = [list(done[uid].token_ids) for uid in range(len(prompts))]
+    cycles = sum(c.cycles for c in done.values())
+    report(
+        f"dflash-batch, draft {'no' if spec.draft == 'none' else decoder.info.block}",
+        spec.max_batch,
+        texts,
+        seconds,
+        (sum(map(len, texts)) - len(texts)) / max(cycles, 1),
+        sum(c.prefill_tokens for c in done.values()),
+    )
+    decoder.close()
+    return texts
+
+
+class Peer:
+    """mlx-lm on the same weights."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        loaded: Any = load(str(find(name)))
+        self.model, self.tokenizer = loaded[0], loaded[1]
+        if dtype != "auto":
+            self.model.set_dtype(DTYPES[dtype])
+
+    def encode(self, chat: list[dict[str, Any]]) -> list[int]:
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return ids
+
+    def run(self, prompts: Texts, width: int, max_tokens: int) -> Texts:
+        for timed in (False, True):
+            some = prompts if timed else prompts[:width]
+            start = time.perf_counter()
+            answer: Any = batch_generate(
+                self.model,
+                self.tokenizer,
+                some,
+                max_tokens=max_tokens if timed else 24,
+                completion_batch_size=width,
+                prefill_batch_size=min(width, 8),
+                return_token_ids=True,
+            )
+            seconds = time.perf_counter() - start
+        texts: Texts = [list(map(int, ids)) for ids in answer.token_ids]
+        prefilled = sum(map(len, prompts))
+        report("mlx-lm batch_generate", width, texts, seconds, 1.0, prefilled)
+        return texts
+
+    def gap(self, text: list[int]) -> float:
+        """Distance of the two best logits after `text`, in the model's own arithmetic."""
+        best = np.array(mx.topk(self.model(mx.array([text]))[0, -1].astype(mx.float32), 2))
+        return float(abs(best[0] - best[1]))
+
+
+def compare(peer: Peer, prompts: Texts, theirs: Texts, ours: Texts, width: int) -> None:
+    """Print how many texts are equal, and how close the call was where they part."""
+    eos = set(peer.tokenizer.eos_token_ids)
+    gaps = []
+    for prompt, a, b in zip(prompts, theirs, ours, strict=True):
+        # mlx-lm leaves the stop token out of its ids; it is in ours.
+        a, b = ([t for t in text if t not in eos] for text in (a, b))
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if at is None and len(a) != len(b):
+            at = min(len(a), len(b))
+        if at is not None:
+            gaps.append(peer.gap([*prompt, *a[:at]]))
+    note = f"; part at top-2 gaps up to {max(gaps):.3g}" if gaps else ""
+    print(f"    {len(ours) - len(gaps)} of {len(ours)} texts equal mlx-lm's{note}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

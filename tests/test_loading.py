@@ -1,0 +1,179 @@
+"""Names to decoders: folders and ids, pairs that fit and pairs that do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from dflash_batch.decoder import loading, registry
+from dflash_batch.decoder.errors import LoadError, PromptError
+from dflash_batch.decoder.loading import load_decoder
+from dflash_batch.decoder.types import LoadSpec, Request
+
+VECTORS = Path(__file__).parent / "vectors" / "dflash-qwen3-tiny"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A copy of a tiny target and its draft, to be spoiled."""
+    for part in ("target", "draft-b8"):
+        shutil.copytree(VECTORS / part, tmp_path / part, ignore=shutil.ignore_patterns("expected"))
+    return tmp_path
+
+
+def load(folder: Path, **options: Any) -> Any:
+    options = {"draft": str(folder / "draft-b8"), **options}
+    return load_decoder(LoadSpec(target=str(folder / "target"), **options))
+
+
+def spoil(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps(config))
+
+
+def test_a_folder_without_tokenizer_serves_token_ids(pair: Path) -> None:
+    phases: list[str] = []
+    decoder = load_decoder(
+        LoadSpec(target=str(pair / "target"), draft=str(pair / "draft-b8"), dtype="float32"),
+        lambda phase, share: phases.append(phase),
+    )
+    info = decoder.info
+    assert (info.family, info.block, info.dtype) == ("qwen3", 8, "float32")
+    assert info.eos_token_ids == {62}
+    assert not info.has_tokenizer
+    assert phases[-1] == "ready"
+    for refused in (
+        lambda: decoder.encode_chat([{"role": "user", "content": "hi"}]),
+        lambda: decoder.encode_text("hi"),
+        lambda: decoder.add(Request(0, (1, 2), 4, stop=("x",))),
+    ):
+        with pytest.raises(PromptError) as caught:
+            refused()
+        assert caught.value.code == "tokenizer_missing"
+
+
+def test_the_room_of_a_prompt(pair: Path) -> None:
+    decoder = load(pair, max_context=40)
+    assert decoder.room([1] * 10, 30) == 30
+    assert decoder.room([1] * 10, None) == 30
+    for prompt, budget, code in (
+        ([1] * 10, 31, "context_length_exceeded"),
+        ([1] * 40, None, "context_length_exceeded"),
+        ([], 5, "invalid_value"),
+        ([64], 5, "invalid_value"),
+        ([-1], 5, "invalid_value"),
+    ):
+        with pytest.raises(PromptError) as caught:
+            decoder.room(prompt, budget)
+        assert caught.value.code == code
+
+
+def test_auto_is_the_checkpoints_own_dtype(pair: Path) -> None:
+    assert load(pair).info.dtype == "bfloat16"
+    assert load(pair, dtype="float16").info.dtype == "float16"
+
+
+def test_auto_without_a_known_draft_is_plain_decoding_with_a_notice(pair: Path) -> None:
+    info = load(pair, draft="auto").info
+    assert info.draft is None
+    assert info.block == 1
+    assert "no draft is known" in (info.draft_notice or "")
+    assert load(pair, draft="none").info.draft_notice is None
+
+
+def test_auto_offline_is_plain_decoding_with_a_notice(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "pairs", lambda: [("target", "/nowhere/draft")])
+    info = load(pair, draft="auto").info
+    assert info.draft is None
+    assert "not to be had" in (info.draft_notice or "")
+
+
+def test_registry_matches_copies_of_a_target_and_nothing_else() -> None:
+    assert registry.draft_for("Qwen/Qwen3-4B") == "z-lab/Qwen3-4B-DFlash-b16"
+    assert registry.draft_for("mlx-community/Qwen3-4B-4bit") == "z-lab/Qwen3-4B-DFlash-b16"
+    assert registry.draft_for("/models/qwen3-8b_tuned/") == "z-lab/Qwen3-8B-DFlash-b16"
+    assert registry.draft_for("Qwen/Qwen3-4Bx") is None
+    assert registry.draft_for("Qwen/Qwen3.5-35B-A3B-8bit") == "z-lab/Qwen3.5-35B-A3B-DFlash"
+    assert registry.draft_for("demo") == str(registry.DRAFT_DIR)
+
+
+def test_every_registry_entry_is_a_pair_of_names() -> None:
+    found = registry.pairs()
+    assert len({target.lower() for target, _ in found}) == len(found)
+    for target, draft in found:
+        assert "/" not in target
+        assert draft.count("/") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_target_layers": 36}, "layers is 36, the target's is 6"),
+        ({"hidden_size": 64}, "hidden size is 64"),
+        ({"vocab_size": 100}, "vocabulary is 100"),
+        ({"dflash_config": {"mask_token_id": 63, "target_layer_ids": [1, 6]}}, "target_layer_ids"),
+        ({"dflash_config": {"mask_token_id": 99, "target_layer_ids": [1, 3]}}, "mask_token_id"),
+        ({"intermediate_size": 50}, "should be"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "missing"),
+        ({"num_hidden_layers": 1, "layer_types": None}, "not known"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused(
+    pair: Path, changes: dict[str, Any], says: str
+) -> None:
+    spoil(pair / "draft-b8", **changes)
+    with pytest.raises(LoadError, match=says):
+        load(pair)
+
+
+@pytest.mark.parametrize("block", [1, 9])
+def test_a_block_the_draft_was_not_trained_for_is_refused(pair: Path, block: int) -> None:
+    with pytest.raises(LoadError, match="trained for blocks of 8"):
+        load(pair, block=block)
+
+
+def test_missing_and_broken_files_are_named(pair: Path) -> None:
+    with pytest.raises(LoadError, match="no such folder"):
+        load_decoder(LoadSpec(target=str(pair / "nothing")))
+    spoil(pair / "target", model_type="gpt2", n_ctx=8, n_embd=8, n_head=1, n_layer=1,
+          n_positions=8, layer_norm_epsilon=1e-5)  # fmt: skip
+    with pytest.raises(LoadError):
+        load(pair)
+    (pair / "target" / "config.json").write_text("{")
+    with pytest.raises(LoadError, match="not valid JSON"):
+        load(pair)
+    (pair / "target" / "config.json").unlink()
+    with pytest.raises(LoadError, match="not a model folder"):
+        load(pair)
+
+
+def test_a_damaged_draft_file_is_named(pair: Path) -> None:
+    (pair / "draft-b8" / "model.safetensors").write_bytes(b"\x00" * 10)
+    with pytest.raises(LoadError, match="cannot be read"):
+        load(pair)
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def offline(name: str, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(loading, "snapshot_download", offline)
+    with pytest.raises(LoadError, match="hub cannot be reached"):
+        loading.find("Qwen/Qwen3-4B")
+
+
+def test_the_draft_takes_the_arithmetic_of_the_target(pair: Path) -> None:
+    decoder = load(pair, dtype="float32")
+    assert decoder._drafter.model.fc.weight.dtype == mx.float32
