@@ -60,9 +60,9 @@ Loader = Callable[[LoadSpec, Progress], DecoderLike]
 def serve(pipe: EngineEnd, load: Loader) -> int:
     """Run until told to stop. Returns the exit status of the process."""
     try:
-        order = _first_order(pipe)
-        if order is None:
-            return 0
+        order = pipe.first()
+        if not isinstance(order, Load):
+            return 0  # stopped before it was told what to load
         try:
             decoder = load(_spec(order), lambda phase, share: pipe.send(_loading(phase, share)))
         except LoadError as error:
@@ -128,11 +128,12 @@ class _Service:
             while not self._stopping:
                 for command in self._pipe.take(0.0 if self._rows else None):
                     self._obey(command)
+                    self._fill = self._decoder.load()
                 if self._rows:
                     for completion in self._decoder.step():
                         self._end_choice(completion)
                     self._steps += 1
-                self._fill = self._decoder.load()
+                    self._fill = self._decoder.load()
         finally:
             self._ended.set()
 
@@ -211,15 +212,6 @@ def main() -> int:
     from dflash_batch.decoder.loading import load_decoder
 
     return serve(pipe, load_decoder)
-
-
-def _first_order(pipe: EngineEnd) -> Load | None:
-    while True:
-        for command in pipe.take(None):
-            if isinstance(command, Load):
-                return command
-            if isinstance(command, Stop):
-                return None
 
 
 def _spec(order: Load) -> LoadSpec:

@@ -81,6 +81,11 @@ class Holdings:
         return sum(held.open_rows for held in self._held.values())
 
     @property
+    def running(self) -> bool:
+        """Whether the engine has rows."""
+        return any(held.running for held in self._held.values())
+
+    @property
     def alone(self) -> bool:
         """Whether a suspect is held, beside which nothing else may run."""
         return any(held.care > Care.TOGETHER for held in self._held.values())

@@ -18,7 +18,6 @@ from dflash_batch.worker.log import say, warn
 from dflash_batch.worker.pipe import (
     Admit,
     Beat,
-    Bye,
     Command,
     Drop,
     Failed,
@@ -79,10 +78,11 @@ class Keeper:
     def drop(self, shard_id: str) -> None:
         self._send(Drop(shard_id=shard_id))
 
-    def listen(self, timeout_s: float) -> list[Report | Died]:
+    def listen(self, timeout_s: float, *, busy: bool) -> list[Report | Died]:
         """What the engine has said since; waits for it up to `timeout_s`.
 
-        Starts the engine when one is wanted and due. After Died nothing runs any more.
+        Starts the engine when one is wanted and due. `busy`: it has rows, and so is expected to
+        make progress. After Died nothing runs any more.
         """
         self._start_if_due()
         if self._engine is None:
@@ -90,7 +90,6 @@ class Keeper:
             return []
         engine = self._engine
         reports: list[Report | Died] = []
-        failed: Failed | None = None
         for report in engine.listen(timeout_s):
             match report:
                 case Ready():
@@ -99,18 +98,20 @@ class Keeper:
                     self.load = report
                 case RowDone():
                     self._failures = 0
-                case Failed():
-                    failed = report
                 case _:
                     pass
             reports.append(report)
+        if not busy:
+            engine.rest()
         if engine.over or self._stands_still(engine):
-            reports.append(self._bury(engine, failed))
+            reports.append(self._bury(engine))
         return reports
 
-    def stop(self) -> None:
-        """End the engine, if there is one."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the engine, if there is one. `at_once`: in the middle of what it does."""
         if self._engine is not None:
+            if at_once:
+                self._engine.kill()
             self._engine.stop()
             self._forget_engine()
 
@@ -134,10 +135,11 @@ class Keeper:
         engine.kill()
         return True
 
-    def _bury(self, engine: _Engine, failed: Failed | None) -> Died:
+    def _bury(self, engine: _Engine) -> Died:
         """Take leave of an engine and decide when to start the next one."""
         loading = self.ready is None
         reason = engine.bury()
+        failed = engine.failed
         if failed is not None:
             reason = failed.message
         self._failures += 1
@@ -180,6 +182,7 @@ class _Engine:
         assert self._process.stdout is not None
         self._talk = self._process.stdout
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.failed: Failed | None = None  # its own word on why it ends
         self._steps = -1
         self._moved = time.monotonic()
 
@@ -193,8 +196,12 @@ class _Engine:
 
     @property
     def still_s(self) -> float:
-        """Seconds since it was last seen to make progress, or to be idle."""
+        """Seconds since it was last seen to make progress, or to have nothing to do."""
         return time.monotonic() - self._moved
+
+    def rest(self) -> None:
+        """It has nothing to do, so standing still is no fault."""
+        self._moved = time.monotonic()
 
     def send(self, command: Command) -> None:
         self._pipe.send(command)
@@ -239,12 +246,12 @@ class _Engine:
 
     def _watch(self, report: Report) -> None:
         match report:
-            case Beat(steps=steps, waiting=waiting, active=active):
-                if steps != self._steps or waiting + active == 0:
+            case Beat(steps=steps):
+                if steps != self._steps:
                     self._moved = time.monotonic()
                 self._steps = steps
-            case Bye():
-                pass
+            case Failed():
+                self.failed = report
             case _:
                 self._moved = time.monotonic()
 

@@ -15,16 +15,12 @@ _LONGEST_WAIT_S = 5.0
 
 
 class Link:
-    """`if link.up: with link: …` runs calls to Redis and swallows outages, with growing pauses.
-
-    `returned` says, once, that the server is back after an outage.
-    """
+    """`if link.up: with link: …` runs calls to Redis and swallows outages, with growing pauses."""
 
     def __init__(self) -> None:
         self._lost_at: float | None = None
         self._wait_s = _FIRST_WAIT_S
         self._try_at = 0.0
-        self._returned = False
 
     @property
     def up(self) -> bool:
@@ -34,19 +30,6 @@ class Link:
     @property
     def lost(self) -> bool:
         return self._lost_at is not None
-
-    def returned(self) -> bool:
-        """True once after each outage, to the first who asks."""
-        returned, self._returned = self._returned, False
-        return returned
-
-    def answered(self) -> None:
-        """The server has answered a call."""
-        if self._lost_at is not None:
-            say("queue_back", seconds=time.monotonic() - self._lost_at)
-            self._lost_at = None
-            self._wait_s = _FIRST_WAIT_S
-            self._returned = True
 
     def __enter__(self) -> None:
         return None
@@ -58,7 +41,10 @@ class Link:
         trace: TracebackType | None,
     ) -> bool:
         if error is None:
-            self.answered()
+            if self._lost_at is not None:
+                say("queue_back", seconds=time.monotonic() - self._lost_at)
+                self._lost_at = None
+                self._wait_s = _FIRST_WAIT_S
             return False
         if not isinstance(error, redis.RedisError) or not is_outage(error):
             return False

@@ -46,7 +46,10 @@ def run_worker(settings: WorkerSettings) -> int:
                 warn("queue_unreachable", reason=error)
                 return EXIT_UNREACHABLE
             time.sleep(0.5)
-    return supervisor.run()
+    status = supervisor.run()
+    if status == EXIT_MODEL:
+        print(supervisor.note, file=sys.stderr)  # last, so that whoever started us finds it
+    return status
 
 
 def main() -> int:

@@ -22,12 +22,13 @@ os.environ["RQ_KEY_PREFIX"] = Key.RQ_PREFIX
 import rq.defaults
 from rq import Queue as RqQueue
 from rq.exceptions import NoSuchJobError
-from rq.executions import Execution
+from rq.executions import Execution, ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
+from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.suspension import is_suspended
-from rq.utils import now
+from rq.utils import as_text, now
 from rq.worker import BaseWorker, WorkerStatus
 
 __all__ = ["BaseWorker", "JSONSerializer", "Mirror", "WorkerStatus", "is_suspended"]
@@ -93,10 +94,11 @@ class Mirror:
         )
 
     @_observing("start")
-    def start(self, worker: BaseWorker, shard_id: str) -> None:
-        """The worker holds the shard."""
+    def start(self, worker: BaseWorker, shard_id: str, *, again: bool) -> None:
+        """The worker holds the shard; `again`: it was held before."""
         job = self._fetch(shard_id)
-        self._drop_executions(job)
+        if again:
+            self._drop_executions(job)
         execution = worker.prepare_execution(job)
         worker.prepare_job_execution(job)
         self._running[shard_id] = job, execution
@@ -141,10 +143,20 @@ class Mirror:
 
     @_observing("forget")
     def forget(self, shard_ids: Sequence[str]) -> None:
-        """Delete the jobs."""
-        for job in Job.fetch_many(shard_ids, connection=self._client, serializer=JSONSerializer):
-            if job is not None:
-                job.delete()
+        """Delete the jobs and all that RQ keeps of them."""
+        gone = set(shard_ids)
+        started = self.queue.started_job_registry
+        members = [as_text(member) for member in self._client.zrange(started.key, 0, -1)]
+        with self._client.pipeline(transaction=False) as pipe:
+            for member in members:
+                if started.parse_job_id(member) in gone:
+                    pipe.zrem(started.key, member)
+            for shard_id in shard_ids:
+                self.queue.remove(shard_id, pipeline=pipe)
+                self.queue.finished_job_registry.remove(shard_id, pipeline=pipe)
+                executions = ExecutionRegistry(shard_id, connection=self._client)
+                pipe.delete(Job.key_for(shard_id), Result.get_key(shard_id), executions.key)
+            pipe.execute()
 
     @_observing("repair")
     def repair(self, states: Callable[[Sequence[str]], Mapping[str, str | None]]) -> None:

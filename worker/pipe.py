@@ -11,6 +11,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -193,14 +194,20 @@ class EngineEnd:
     def take(self, timeout_s: float | None = 0.0) -> list[Command]:
         """The commands that have come. Waits for one up to `timeout_s`, None: for ever."""
         with self._news:
-            if not self._arrived and timeout_s != 0.0:
-                self._news.wait(timeout_s)
+            self._news.wait_for(lambda: self._arrived, timeout_s)
             commands = list(self._arrived)
             self._arrived.clear()
         return commands
 
+    def first(self) -> Command:
+        """The next command; waits for it."""
+        with self._news:
+            self._news.wait_for(lambda: self._arrived)
+            return self._arrived.popleft()
+
     def _read(self) -> None:
-        with self._sock.makefile("rb") as lines:
+        with self._sock.makefile("rb") as lines, suppress(OSError):
+            # a supervisor that dies with reports unread resets the connection
             for line in lines:
                 if not line.endswith(b"\n"):
                     break

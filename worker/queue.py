@@ -247,7 +247,8 @@ class Queue:
         worker that holds nothing. Leases that ran out are put back first.
         """
         reaped, taken = self._run("lease", worker, model_key, ttl_ms, count, batch_id, self._view)
-        self._show_waiting(reaped)
+        at_once = {lease[0] for lease in taken}
+        self._show_waiting([shard_id for shard_id in reaped if shard_id not in at_once])
         leases = [
             Lease(
                 shard=Shard(

@@ -72,12 +72,13 @@ class Supervisor(BaseWorker):
         self._stop_at: float | None = None  # drain until then, then release
         self._signalled: float | None = None
         self._suspended = False
+        self._beaten = 0.0
         self._next_beat = self._next_look = self._next_lease = self._next_repair = 0.0
         self._refused: dict[str, float] = {}  # model key -> not before (monotonic)
         self._is_child = os.getppid() == settings.parent_pid
         self._rows_done = 0
         self._speed = _Speed()
-        self._note = ""
+        self.note = ""  # last trouble, for people
 
     def run(self) -> int:
         """Work until there is a reason to end. Returns the exit status."""
@@ -105,7 +106,7 @@ class Supervisor(BaseWorker):
     # --- the steps, in their order -----------------------------------------------------------
 
     def _hear_engine(self) -> None:
-        for report in self._keeper.listen(TICK_S):
+        for report in self._keeper.listen(TICK_S, busy=self._holdings.running):
             match report:
                 case RowDone(shard_id=shard_id, epoch=epoch, result=result):
                     if self._holdings.record(shard_id, epoch, result):
@@ -130,7 +131,10 @@ class Supervisor(BaseWorker):
         self._next_look = time.monotonic() + _LOOK_S
         if not self.connection.hexists(self.key, "birth"):
             self.register_birth()  # the server came back empty, or we slept past our TTL
-        self._suspended = bool(is_suspended(self.connection, self))
+        suspended = bool(is_suspended(self.connection, self))
+        if suspended != self._suspended:
+            say("suspended" if suspended else "resumed")
+        self._suspended = suspended
         if self.pubsub is not None:
             while message := self.pubsub.get_message(ignore_subscribe_messages=True, timeout=0):
                 self.handle_payload(message)
@@ -144,6 +148,7 @@ class Supervisor(BaseWorker):
             self._next_beat = 0.0
         if not _due(self._next_beat):
             return
+        self._beaten = time.monotonic()
         verdicts = self._queue.beat(self.name, self._settings.lease_ttl_ms, self._holdings.leases)
         self._next_beat = time.monotonic() + self._settings.lease_ttl_s / 4
         for shard_id, verdict in verdicts.items():
@@ -170,7 +175,7 @@ class Supervisor(BaseWorker):
             "committed", shard=shard_id, rows=committed.accepted, twice=committed.duplicates or None
         )
         if committed.fenced:
-            self._lose(shard_id, "fenced")
+            self._next_beat = 0.0  # the beat tells whether it is lost, or comes back to us
             return
         self._holdings.committed(held)
         if committed.shard_done:
@@ -231,8 +236,11 @@ class Supervisor(BaseWorker):
     # --- what the steps lean on --------------------------------------------------------------
 
     def _can_take(self) -> bool:
+        # who slept since the beat beats first: a lease puts back what ran out, ours too
+        slept = time.monotonic() - self._beaten > self._settings.lease_ttl_s / 2
         return (
-            self._stop_at is None
+            not slept
+            and self._stop_at is None
             and not self._suspended
             and not self._holdings.alone
             and self._holdings.open_rows < 2 * self._settings.max_batch
@@ -250,6 +258,8 @@ class Supervisor(BaseWorker):
         )
 
     def _take(self, lease: Lease) -> None:
+        if self._holdings.let_go(lease.shard.id):
+            self._keeper.drop(lease.shard.id)  # it ran out while we slept, and came back to us
         held = self._holdings.take(lease)
         say(
             "leased",
@@ -259,7 +269,7 @@ class Supervisor(BaseWorker):
             care=held.care.name.lower() if held.care > Care.TOGETHER else None,
         )
         if self._queue.mirror:
-            self._queue.mirror.start(self, lease.shard.id)
+            self._queue.mirror.start(self, lease.shard.id, again=lease.epoch > 1)
 
     def _lose(self, shard_id: str, why: str) -> None:
         """A shard is not ours any more: its rows leave the decoder and are not recorded."""
@@ -298,7 +308,7 @@ class Supervisor(BaseWorker):
     def _engine_died(self, died: Died) -> None:
         """Its rows go back to the queue; blame only where rows were running."""
         self._holdings.engine_died(blame=not died.loading)
-        self._note = died.reason
+        self.note = died.reason
         self._speed.reset()
         self._next_beat = 0.0
         self._notice("engine_died", reason=died.reason, code=died.code, hopeless=died.hopeless)
@@ -330,7 +340,7 @@ class Supervisor(BaseWorker):
                 "rows_done": self._rows_done,
                 "active": self._keeper.load.active,
                 "tokens_per_s": self._speed.tokens_per_s,
-                "note": self._note,
+                "note": self.note,
             }
         )
 
@@ -362,14 +372,16 @@ class Supervisor(BaseWorker):
             self.subscribe()
 
     def _depart(self) -> None:
-        """Whatever the reason: the engine is stopped and what is held goes back."""
-        self._keeper.stop()
+        """Whatever the reason: what is held goes back and the engine is stopped."""
+        busy = self._holdings.running or self._keeper.ready is None
         self._holdings.give_back_all()
         with self._link:
             for held in self._holdings:
                 if held.finished:
                     self._commit_shard(held)
             self._give_back()
+        self._keeper.stop(at_once=busy)
+        with self._link:
             self._queue.retire(self.name)
             self.teardown()
         say("worker_ended", name=self.name, rows=self._rows_done)

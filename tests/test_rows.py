@@ -1,0 +1,259 @@
+"""Rows on their way into the decoder and out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dflash_batch.decoder.errors import PromptError
+from dflash_batch.decoder.types import Completion, ModelInfo
+from dflash_batch.worker import rows
+from dflash_batch.worker.contract import CHAT, TEXT, JobSpec, RowResult, RowStatus
+
+INFO = ModelInfo(
+    target="org/target",
+    family="qwen3",
+    draft="org/draft",
+    draft_notice=None,
+    block=16,
+    dtype="bfloat16",
+    context_length=64,
+    vocab_size=100,
+    eos_token_ids=frozenset({2}),
+    has_tokenizer=True,
+    has_chat_template=True,
+)
+WHERE = rows.Circumstances(
+    info=INFO, worker="host-1", attempts=2, created=1_764_530_000, waited_ms=5.0
+)
+
+
+class Encoder:
+    info = INFO
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        if messages[0]["role"] == "robot":
+            raise PromptError("no such role", code="chat_template_error")
+        return [1, *self.encode_text(messages[0]["content"])]
+
+    def encode_text(self, text: str) -> list[int]:
+        return [10 + ord(letter) - ord("a") for letter in text]
+
+    def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
+        if len(prompt) >= self.info.context_length:
+            raise PromptError("too long", code="context_length_exceeded")
+        return max_tokens or self.info.context_length - len(prompt)
+
+
+def chat(**fields: Any) -> JobSpec:
+    messages = fields.pop("messages", [{"role": "user", "content": "ab"}])
+    return JobSpec(index=3, line=4, custom_id="q", endpoint=CHAT, messages=messages, **fields)
+
+
+def text(*prompts: str | list[int], **fields: Any) -> JobSpec:
+    return JobSpec(index=3, line=4, custom_id="q", endpoint=TEXT, prompts=list(prompts), **fields)
+
+
+def completion(uid: int, **fields: Any) -> Completion:
+    values: dict[str, Any] = {
+        "uid": uid,
+        "token_ids": (5, 6, 2),
+        "text": "hi",
+        "finish_reason": "stop",
+        "prompt_tokens": 10,
+        "prefill_tokens": 4,
+        "cached_tokens": 6,
+        "cycles": 2,
+        "draft_tokens": 30,
+        "accepted_tokens": 1,
+        "batch_width": 4,
+        "wait_ms": 1.0,
+        "prefill_ms": 2.0,
+        "ttft_ms": 3.0,
+        "decode_ms": 4.0,
+    }
+    return Completion(**(values | fields))
+
+
+def answer(row: JobSpec, completions: list[Completion]) -> RowResult:
+    prompts = [request.prompt for request in rows.requests(row, Encoder(), 0)]
+    return rows.result(row, prompts, completions, WHERE)
+
+
+def test_a_chat_row_is_one_request_with_all_its_settings() -> None:
+    row = chat(max_tokens=7, stop=["x"], stop_token_ids=[9], ignore_eos=True, trace=True)
+    (request,) = rows.requests(row, Encoder(), 40)
+    assert request.uid == 40
+    assert request.prompt == (1, 10, 11)
+    assert request.max_tokens == 7
+    assert request.stop == ("x",)
+    assert request.stop_token_ids == frozenset({9})
+    assert request.ignore_eos
+    assert request.trace
+
+
+def test_a_text_row_is_a_request_for_each_prompt_and_has_the_room_that_is_left() -> None:
+    requests = rows.requests(text("ab", [7, 8, 9]), Encoder(), 5)
+    assert [(r.uid, r.prompt, r.max_tokens) for r in requests] == [
+        (5, (10, 11), 62),
+        (6, (7, 8, 9), 61),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "param"),
+    [
+        (chat(messages=[{"role": "robot", "content": "a"}]), "chat_template_error", "messages"),
+        (text("a" * 64), "context_length_exceeded", "prompt"),
+        (text("a", []), "invalid_value", "prompt"),
+        (text([99, 100]), "invalid_value", "prompt"),
+        (text([-1]), "invalid_value", "prompt"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_says_which_field(row: JobSpec, code: str, param: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        rows.requests(row, Encoder(), 0)
+    result = rows.refusal(row, caught.value, WHERE)
+    assert result.status is RowStatus.ERROR
+    assert result.code == code
+    assert result.error is None
+    assert result.response is not None
+    assert result.response["status_code"] == 400
+    error = result.response["body"]["error"]
+    assert error == {
+        "message": str(caught.value),
+        "type": "invalid_request_error",
+        "param": param,
+        "code": code,
+    }
+
+
+def test_a_chat_answer_has_the_shape_of_the_api() -> None:
+    result = answer(chat(model="mine", metadata={"k": 1}), [completion(0)])
+    assert result.ok
+    assert result.metadata == {"k": 1}
+    assert result.response is not None
+    body = result.response["body"]
+    assert result.response["status_code"] == 200
+    assert result.response["request_id"].startswith("req_")
+    assert list(body) == [
+        "id",
+        "object",
+        "created",
+        "model",
+        "system_fingerprint",
+        "choices",
+        "usage",
+        "dflash",
+    ]
+    assert body["id"].startswith("chatcmpl-")
+    assert body["object"] == "chat.completion"
+    assert body["created"] == 1_764_530_000
+    assert body["model"] == "mine"
+    assert body["system_fingerprint"].startswith("dfb-")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "hi", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 3,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 6},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert body["dflash"] == {
+        "worker": "host-1",
+        "attempts": 2,
+        "queue_ms": 6.0,
+        "prefill_ms": 2.0,
+        "decode_ms": 4.0,
+        "ttft_ms": 3.0,
+        "batch_width": 4,
+        "cycles": 2,
+        "prefill_tokens": 4,
+        "cached_tokens": 6,
+        "draft_tokens": 30,
+        "accepted_tokens": 1,
+        "spec": "on",
+        "cache_source": "batch",
+        "draft": "org/draft",
+        "block": 16,
+        "dtype": "bfloat16",
+    }
+    assert RowResult.unpacked(result.packed()) == result
+
+
+def test_a_text_answer_has_a_choice_for_each_prompt_and_sums() -> None:
+    row = text("ab", "c", return_token_ids=True)
+    result = answer(row, [completion(0), completion(1, text="yo", decode_ms=9.0)])
+    assert result.response is not None
+    body = result.response["body"]
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["model"] == "org/target"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "text": "hi",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "token_ids": [5, 6, 2],
+            "prompt_token_ids": [10, 11],
+        },
+        {
+            "index": 1,
+            "text": "yo",
+            "logprobs": None,
+            "finish_reason": "stop",
+            "token_ids": [5, 6, 2],
+            "prompt_token_ids": [12],
+        },
+    ]
+    assert body["usage"]["total_tokens"] == 26
+    assert result.metrics.cycles == 4
+    assert result.metrics.decode_ms == 9.0
+    assert "prompt_token_ids" not in body
+
+
+def test_token_ids_of_a_chat_prompt_are_given_once() -> None:
+    result = answer(chat(return_token_ids=True), [completion(0)])
+    assert result.response is not None
+    body = result.response["body"]
+    assert body["prompt_token_ids"] == [1, 10, 11]
+    assert body["choices"][0]["token_ids"] == [5, 6, 2]
+
+
+def test_the_trace_is_flat_for_one_choice_and_a_list_of_them_for_several() -> None:
+    traced = completion(0, emitted_per_cycle=(1, 2), drafted_per_cycle=((7, 8), (9,)))
+    one = answer(chat(trace=True), [traced])
+    assert one.response is not None
+    assert one.response["body"]["dflash"]["emitted_per_cycle"] == [1, 2]
+    assert one.response["body"]["dflash"]["drafted_per_cycle"] == [[7, 8], [9]]
+    assert one.metrics.emitted_per_cycle == [[1, 2]]
+    two = answer(text("a", "b", trace=True), [traced, replace(traced, uid=1)])
+    assert two.response is not None
+    assert two.response["body"]["dflash"]["emitted_per_cycle"] == [[1, 2], [1, 2]]
+    assert two.response["body"]["dflash"]["drafted_per_cycle"] == [[[7, 8], [9]]] * 2
+    assert "emitted_per_cycle" not in rows.facts(answer(chat(), [completion(0)]).metrics)
+
+
+def test_the_fingerprint_follows_the_settings() -> None:
+    assert rows.fingerprint(INFO) == rows.fingerprint(replace(INFO, context_length=9))
+    assert rows.fingerprint(INFO) != rows.fingerprint(replace(INFO, dtype="float32"))
+
+
+def test_a_condemned_row_says_what_happened() -> None:
+    result = rows.poison(chat(), "host-1", 3)
+    assert result.status is RowStatus.POISON
+    assert result.code == "worker_lost"
+    assert result.response is not None
+    assert result.response["status_code"] == 500
+    assert result.metrics.attempts == 3
