@@ -299,7 +299,7 @@ def test_a_disk_that_cannot_sync_acknowledges_nothing(
     with open_files(tmp_path) as files:
         tail = Tail(queue, BATCH, files, "0-0")
         tail.pull(0)
-        monkeypatch.setattr("dflash_batch.worker.results._to_disk", fails)
+        monkeypatch.setattr("dflash_batch.worker.appender._to_disk", fails)
         with pytest.raises(OutputFailed):
             tail.settle()
     assert len(queue.results(BATCH, "0-0", block_ms=0)) == 12

@@ -14,14 +14,13 @@ import pytest
 import redis
 from queue_tools import LocalServer, until
 
+from dflash_batch.worker.binary import ServerStartError, find_binary
 from dflash_batch.worker.home import home_dir
 from dflash_batch.worker.queue import QueueUnreachable, connect
 from dflash_batch.worker.server import (
     EmbeddedServer,
-    ServerStartError,
     ServerUnfit,
     check_server,
-    find_binary,
     open_server,
     redis_url,
 )
@@ -275,7 +274,7 @@ def test_the_binary_comes_from_path_when_the_wheel_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundled = find_binary()
-    monkeypatch.setattr("dflash_batch.worker.server._bundled", lambda: None)
+    monkeypatch.setattr("dflash_batch.worker.binary._bundled", lambda: None)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServerStartError, match="--redis or DFLASH_BATCH_REDIS"):
         find_binary()

@@ -6,10 +6,8 @@ are on disk, the files know them from then on, and rows that neither knows are q
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-import signal
 import threading
 import time
 import uuid
@@ -17,23 +15,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import redis
 
+from dflash_batch.worker.appender import OutputTaken
 from dflash_batch.worker.contract import BatchState, JobSpec, ModelRef
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.follow import Follower, QueueLost
 from dflash_batch.worker.home import private_dir
 from dflash_batch.worker.journal import Journal, Run, open_journal
+from dflash_batch.worker.locks import locked
 from dflash_batch.worker.private import PrivateWorker
 from dflash_batch.worker.progress import Reporter, Watcher
 from dflash_batch.worker.queue import Queue, connect
 from dflash_batch.worker.reader import LineError
-from dflash_batch.worker.results import OutputTaken, ResultFiles, Totals
+from dflash_batch.worker.results import ResultFiles, Totals
 from dflash_batch.worker.server import EmbeddedServer, check_server, given_url
 from dflash_batch.worker.settings import ENGINE_COMMAND, WorkerSettings
+from dflash_batch.worker.stopping import stoppable
 from dflash_batch.worker.submit import batch_id_for, submit
 
 REMEMBER_S = 5.0
@@ -86,7 +86,7 @@ def run_batch(
     OutputFailed, HomeError, ServerStartError, ServerUnfit, QueueUnreachable, QueueLost, BatchBusy,
     ModelUnavailable, WorkerFailed, BatchLost. After each of them the same command continues.
     """
-    with open_journal(options.home) as journal, _stoppable() as stop:
+    with open_journal(options.home) as journal, stoppable() as stop:
         session = _Session(rows, bad, options, watch, journal, stop)
         try:
             return session.run()
@@ -191,14 +191,14 @@ class _Session:
         """Claim the output file, then the batch: two clients on one would each get half of it."""
         output = hashlib.sha256(os.fsencode(self.options.output.absolute())).hexdigest()[:24]
         with ExitStack() as stack:
-            if not stack.enter_context(_locked(self._folder / f"{output}.output")):
+            if not stack.enter_context(locked(self._folder / f"{output}.output")):
                 raise OutputTaken(
                     f"{self.options.output} is being written by another command; wait for it, or "
                     "name another file with -o."
                 )
             self.entry = self._claim()
             self._earlier_s = self.entry.elapsed_s
-            if not stack.enter_context(_locked(self._folder / f"{self.entry.batch}.client")):
+            if not stack.enter_context(locked(self._folder / f"{self.entry.batch}.client")):
                 raise BatchBusy(
                     f"{self.entry.batch} is being run by another command; wait for it, or start a "
                     "separate run with --new."
@@ -335,62 +335,3 @@ class _Session:
             # The worker counts as a user of the server too: nobody stops it under a worker.
             inherit=(server.users_fd,) if server else (),
         )
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Whether the lock on `path` is ours while the block lasts. The file is gone afterwards."""
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            if not _is_at(path, lock):
-                continue  # its holder removed it between our two calls
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(lock)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-@contextmanager
-def _stoppable() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C, SIGTERM or SIGHUP sets; a second one interrupts at once.
-
-    So a write is never cut in two between the file and our memory of it. Signals can only be
-    caught in the main thread; elsewhere they are left alone.
-    """
-    stop = threading.Event()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    # What is ignored stays so: nohup ignores SIGHUP, shells SIGINT of background jobs.
-    heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heard}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -22,9 +22,9 @@ from typing import Any
 
 import redis
 
+from dflash_batch.worker.binary import ENV_REDIS
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.queue import Queue
-from dflash_batch.worker.server import ENV_REDIS
 from dflash_batch.worker.settings import WorkerSettings
 
 COMMAND = (sys.executable, "-m", "dflash_batch.worker.main", "--settings")
@@ -86,10 +86,6 @@ class PrivateWorker:
     def log(self) -> Path:
         """What the process said on stderr, over all its lives."""
         return self.folder / f"{self.batch_id}.log"
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
 
     @property
     def is_running(self) -> bool:

@@ -6,21 +6,21 @@ always read from the files alone, and a file that holds anything else is somebod
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dflash_batch.worker.appender import Appender, OutputFailed, OutputTaken
 from dflash_batch.worker.contract import RowResult
-from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.lines import is_error, output_line, rejected_line, row_hash
 from dflash_batch.worker.queue import Queue
 from dflash_batch.worker.reader import LineError
+
+__all__ = ["OutputFailed", "OutputTaken", "ResultFiles", "Tail", "Totals"]
 
 SYNC_ROWS = 1000
 """Rows that may be written before they are forced to disk and acknowledged,"""
@@ -30,18 +30,6 @@ SYNC_S = 1.0
 
 _START = b'{"id":"batch_req_'
 """How each of our lines begins: what tells a torn line of ours from a stranger's."""
-
-
-class OutputTaken(UserError):
-    """Raised when an output file holds something other than this batch, or is in use."""
-
-    code = "output_taken"
-
-
-class OutputFailed(UserError):
-    """Raised when an output file cannot be read or written, as when the disk is full."""
-
-    code = "output_failed"
 
 
 @dataclass
@@ -144,8 +132,8 @@ class ResultFiles:
         )
         self._rows = rows
         self._rejected = {error.line: error for error in rejected}  # not written yet
-        self._output = _Appender(output)
-        self._errors = _Appender(errors)
+        self._output = Appender(output)
+        self._errors = Appender(errors)
         try:
             _check_places(output, errors)
             self._output.open()  # before reading: what another command writes must be seen
@@ -222,7 +210,7 @@ class ResultFiles:
         if self.totals.failed and self._errors.path.exists():
             self.totals.errors = str(self._errors.path)
 
-    def _read_back(self, file: _Appender) -> None:
+    def _read_back(self, file: Appender) -> None:
         """Take in the lines of `file` and remove what a crash left torn."""
         torn: list[tuple[int, int]] = []
         end = 0  # of the last whole line
@@ -297,117 +285,6 @@ class Tail:
             self._acknowledged = self._after
 
 
-@dataclass
-class _Appender:
-    """A file that only ever ends in a whole line, unless the machine dies in mid-write."""
-
-    path: Path
-    fd: int | None = field(default=None, init=False)
-    size: int = field(default=0, init=False)
-    dirty: bool = field(default=False, init=False)
-
-    def open(self) -> int:
-        """Open for appending, made if it is not there, and keep others out."""
-        if self.fd is not None:
-            return self.fd
-        try:
-            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise self._failed("open", error) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(fd)
-            raise OutputTaken(
-                f"{self.path} is being written by another command; wait for it, or name another "
-                "file with -o."
-            ) from error
-        self.fd = fd
-        self.size = os.fstat(fd).st_size
-        return fd
-
-    def empty(self) -> None:
-        """Throw away what the file holds."""
-        if self.path.exists():
-            try:
-                os.ftruncate(self.open(), 0)
-            except OSError as error:
-                raise self._failed("empty", error) from error
-            self.size = 0
-
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Each line with its LF, the last one perhaps without, and where it starts."""
-        if not self.path.exists():
-            return
-        self.open()
-        start = 0
-        try:
-            with self.path.open("rb") as file:
-                for line in file:
-                    yield start, line
-                    start += len(line)
-        except OSError as error:
-            raise self._failed("read", error) from error
-
-    def append(self, text: str) -> None:
-        fd = self.open()
-        data = memoryview(text.encode())
-        done = 0
-        try:
-            while done < len(data):
-                done += os.write(fd, data[done:])
-        except OSError as error:
-            # A torn line would be cut at the next start anyway; better not to leave one.
-            os.ftruncate(fd, self.size)
-            raise self._failed("write", error) from error
-        self.size += done
-        self.dirty = True
-
-    def sync(self) -> None:
-        if self.fd is None or not self.dirty:
-            return
-        try:
-            _to_disk(self.fd)
-        except OSError as error:
-            raise self._failed("write", error) from error
-        self.dirty = False
-
-    def remove(self, torn: Sequence[tuple[int, int]], end: int) -> None:
-        """Remove byte ranges: by cutting if all lie behind `end`, else by copying the rest."""
-        fd = self.open()
-        try:
-            if torn[0][0] >= end:
-                os.ftruncate(fd, end)
-            else:
-                self._copy_without(torn)
-            _to_disk(self.open())
-        except OSError as error:
-            raise self._failed("repair", error) from error
-        self.size = self.path.stat().st_size
-
-    def _copy_without(self, torn: Sequence[tuple[int, int]]) -> None:
-        """Only a power failure tears a line that has whole ones behind it."""
-        starts = {start for start, _ in torn}
-        copy = self.path.with_name(f".{self.path.name}.repair")
-        with copy.open("wb") as file:
-            file.writelines(line for start, line in self.lines() if start not in starts)
-            _to_disk(file.fileno())
-        copy.replace(self.path)
-        self.close()
-        self.open()
-
-    def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
-
-    def _failed(self, verb: str, error: OSError) -> OutputFailed:
-        return OutputFailed(
-            f"cannot {verb} {self.path}: {error.strerror or error}. Whole lines are kept; put it "
-            "right and run the same command again to continue."
-        )
-
-
 def _check_places(output: Path, errors: Path) -> None:
     """Refuse what cannot be right before anything is made."""
     if output.absolute() == errors.absolute():
@@ -433,16 +310,3 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
-
-
-def _to_disk(fd: int) -> None:
-    """fsync; on macOS that stops at the drive's own memory, and F_FULLFSYNC does not."""
-    full = getattr(fcntl, "F_FULLFSYNC", None)
-    if full is not None:
-        try:
-            fcntl.fcntl(fd, full)
-        except OSError:
-            # Network file systems do not know it.
-            os.fsync(fd)
-        return
-    os.fsync(fd)

