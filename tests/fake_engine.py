@@ -60,6 +60,8 @@ class FakeDecoder:
         return self.encode_text(chat_text(messages))
 
     def encode_text(self, text: str) -> list[int]:
+        if "explode" in text:
+            raise KeyError("a fault of the tokenizer")
         return list(text.encode())
 
     def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:

@@ -135,6 +135,16 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_engine() -> None
     assert engine.status == EXIT_FAILED
 
 
+def test_a_fault_in_one_prompt_fails_its_row_alone() -> None:
+    with served() as engine:
+        engine.end.send(LOAD)
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=[row(0, "explode"), row(1)]))
+        engine.until(RowDone, 2)
+    ended = {r.result.index: r.result for r in engine.reports if isinstance(r, RowDone)}
+    assert ended[0].code == "internal_error"
+    assert ended[1].ok
+
+
 def test_an_error_in_a_step_is_reported_and_ends_the_engine() -> None:
     with served() as engine:
         engine.end.send(LOAD)

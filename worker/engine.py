@@ -161,6 +161,11 @@ class _Service:
         except PromptError as error:
             self._report(command.shard_id, command.epoch, rows.refusal(row, error, where))
             return
+        except Exception as error:  # a template or tokenizer may raise anything; the others run
+            traceback.print_exception(error, limit=-2)
+            code, message = ErrorCode.INTERNAL_ERROR.value, f"{type(error).__name__}: {error}"
+            self._report(command.shard_id, command.epoch, rows.failure(row, 500, code, message))
+            return
         entry = _Row(command.shard_id, command.epoch, row, [r.prompt for r in requests], where)
         for choice, request in enumerate(requests):
             self._rows[request.uid] = entry, choice

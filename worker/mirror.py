@@ -146,7 +146,10 @@ class Mirror:
         """Delete the jobs and all that RQ keeps of them."""
         gone = set(shard_ids)
         started = self.queue.started_job_registry
-        members = [as_text(member) for member in self._client.zrange(started.key, 0, -1)]
+        members = [
+            as_text(member)  # type: ignore[arg-type]  # redis-py leaves open what a member is
+            for member in self._client.zrange(started.key, 0, -1)
+        ]
         with self._client.pipeline(transaction=False) as pipe:
             for member in members:
                 if started.parse_job_id(member) in gone:

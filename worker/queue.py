@@ -376,16 +376,19 @@ class Queue:
 
     def _with_pending(self, leases: list[Lease]) -> list[Lease]:
         """Add which rows have no record. Safe after the lease: only its holder can set the bits."""
-        if not leases:
-            return []
+        again = [lease for lease in leases if lease.epoch > 1]  # at first nobody has run anything
         with self.client.pipeline(transaction=False) as pipe:
-            for lease in leases:
+            for lease in again:
                 for row in lease.shard.rows:
                     pipe.getbit(Key.done(lease.shard.batch_id), row.index)
             bits = iter(pipe.execute())
         return [
             lease.model_copy(
-                update={"pending": [row.index for row in lease.shard.rows if not next(bits)]}
+                update={
+                    "pending": [
+                        row.index for row in lease.shard.rows if lease.epoch == 1 or not next(bits)
+                    ]
+                }
             )
             for lease in leases
         ]

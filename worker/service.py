@@ -373,14 +373,15 @@ class Supervisor(BaseWorker):
 
     def _depart(self) -> None:
         """Whatever the reason: what is held goes back and the engine is stopped."""
-        busy = self._holdings.running or self._keeper.ready is None
+        out_of_time = self._stop_at is not None and _due(self._stop_at)
+        at_once = out_of_time or self._holdings.running or self._keeper.ready is None
         self._holdings.give_back_all()
         with self._link:
             for held in self._holdings:
                 if held.finished:
                     self._commit_shard(held)
             self._give_back()
-        self._keeper.stop(at_once=busy)
+        self._keeper.stop(at_once=at_once)
         with self._link:
             self._queue.retire(self.name)
             self.teardown()
