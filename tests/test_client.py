@@ -221,20 +221,24 @@ def test_everything_killed_at_once_is_survived(
     assert totals.elapsed_s < 30
 
 
-def test_a_client_killed_while_it_uploads_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        """Raised in place of a kill, at a point that a kill would hit too."""
+class Killed(BaseException):
+    """Raised in place of a kill, at a point that a kill would hit too."""
 
-    def stop(self: Queue, batch_id: str, total: int) -> None:
+
+@pytest.mark.parametrize("step", ["seal", "forget"])
+def test_a_client_killed_while_it_uploads_or_cleans_up_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def stop(self: Queue, *args: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Queue, "seal", stop)
+        patch.setattr(Queue, step, stop)
         with pytest.raises(Killed):
             run(options(folder))
+    assert written(folder) == (ROWS if step == "forget" else 0)
     assert_right(folder, run(options(folder)))
+    assert_clean(folder / "home")
 
 
 def test_an_interrupted_run_keeps_what_it_has_and_goes_on_later(

@@ -37,7 +37,10 @@ class Appender:
         if self.fd is not None:
             return self.fd
         try:
+            is_new = not self.path.exists()
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            if is_new:
+                _folder_to_disk(self.path.parent)
         except OSError as error:
             raise self._failed("open", error) from error
         try:
@@ -50,6 +53,7 @@ class Appender:
             ) from error
         self.fd = fd
         self.size = os.fstat(fd).st_size
+        self.dirty = self.size > 0  # who wrote it may have died before it was on disk
         return fd
 
     def empty(self) -> None:
@@ -119,6 +123,7 @@ class Appender:
             file.writelines(line for start, line in self.lines() if start not in starts)
             _to_disk(file.fileno())
         copy.replace(self.path)
+        _folder_to_disk(self.path.parent)
         self.close()
         self.open()
 
@@ -145,3 +150,12 @@ def _to_disk(fd: int) -> None:
             os.fsync(fd)
         return
     os.fsync(fd)
+
+
+def _folder_to_disk(folder: Path) -> None:
+    """Make the names in a folder last: a file whose name is lost is lost."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

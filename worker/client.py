@@ -36,7 +36,7 @@ from dflash_batch.worker.settings import ENGINE_COMMAND, WorkerSettings
 from dflash_batch.worker.stopping import stoppable
 from dflash_batch.worker.submit import batch_id_for, submit
 
-REMEMBER_S = 5.0
+REMEMBER_S = 2.0
 """Seconds between notes of the time spent."""
 
 FRUITLESS = 3
@@ -127,8 +127,11 @@ class _Session:
             missing = self._missing(files)
             if missing or self.entry.queued or self.entry.replaced:
                 with self._queue() as (queue, server):
+                    self._dismiss(queue, server, self.entry.replaced)
+                    self._save(replaced="")
                     self._rounds(queue, server, files, missing)
-                    self._clear(queue)
+                    files.sync()
+                    self._clear(queue, server)
             files.finish()
             if missing or self.entry.state != "done":
                 self._save(state="done", elapsed_s=self.elapsed_s)
@@ -251,7 +254,7 @@ class _Session:
         while missing:
             self._queued(queue, missing)
             self._follow(queue, server, files, len(missing))
-            self._clear(queue)
+            self._clear(queue, server)
             before, missing = len(missing), self._missing(files)
             fruitless = fruitless + 1 if len(missing) == before else 0
             if fruitless == FRUITLESS:
@@ -293,12 +296,18 @@ class _Session:
         if self.stop.is_set():
             raise KeyboardInterrupt
 
-    def _clear(self, queue: Queue) -> None:
-        """The queue may forget what is on disk, and what is replaced."""
-        for batch_id in (self.entry.replaced, self.entry.queued):
-            if batch_id:
-                queue.forget(batch_id)
-        self._save(replaced="", queued="")
+    def _clear(self, queue: Queue, server: EmbeddedServer | None) -> None:
+        """The results are on disk: the queue may forget the batch, and nobody works on it."""
+        self._dismiss(queue, server, self.entry.queued)
+        self._save(queued="", elapsed_s=self.elapsed_s)
+
+    def _dismiss(self, queue: Queue, server: EmbeddedServer | None, batch_id: str) -> None:
+        """Remove a batch, if there is one, and what a worker that is gone left of it."""
+        if batch_id:
+            worker = self._worker(queue, server, batch_id)
+            worker.stop()
+            worker.forget()
+            queue.forget(batch_id)
 
     def _follow(
         self, queue: Queue, server: EmbeddedServer | None, files: ResultFiles, missing: int
@@ -315,7 +324,6 @@ class _Session:
         finally:
             self._done = len(files.written)
             self._save(elapsed_s=self.elapsed_s)
-        worker.forget()
 
     def _worker(self, queue: Queue, server: EmbeddedServer | None, batch_id: str) -> PrivateWorker:
         options = self.options
