@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_batch.decoder.demo.problems import (
+    DEMO_SHOTS,
     FEW_SHOT_SEED,
     MAX_TOKENS,
     demo_answers,
@@ -74,7 +75,7 @@ def test_rows_are_batch_lines_that_share_the_prefix() -> None:
         assert (row["method"], row["url"]) == ("POST", "/v1/chat/completions")
         assert row["body"]["max_tokens"] == MAX_TOKENS
         *prefix, question = row["body"]["messages"]
-        assert prefix == few_shot_messages()
+        assert prefix == few_shot_messages(DEMO_SHOTS)
         assert question["role"] == "user"
     assert len({row["body"]["messages"][-1]["content"] for row in rows}) == 40
 

@@ -22,6 +22,8 @@ FEW_SHOT_SEED = 8
 MAX_TOKENS = 128
 
 _FEW_SHOT = 8
+DEMO_SHOTS = 4
+"""Worked pairs in front of each demo row: enough for a prefix worth sharing, and quick on a CPU."""
 _LIMIT = 150  # no amount in a story is larger
 _HELD_OUT_ONE_IN = 8
 _EQUATION = re.compile(r"\d+ [-+*/] \d+ = \d+")
@@ -89,7 +91,7 @@ def few_shot_messages(count: int = _FEW_SHOT) -> list[dict[str, str]]:
 
 def demo_rows(count: int = 64, seed: int = DEMO_SEED) -> list[dict[str, Any]]:
     """``count`` request lines in the OpenAI batch form; all share the few-shot prefix."""
-    prefix = few_shot_messages()
+    prefix = few_shot_messages(DEMO_SHOTS)
     return [
         {
             "custom_id": custom_id,

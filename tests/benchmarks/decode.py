@@ -51,6 +51,7 @@ def main() -> None:
         for draft in ("none", options.draft):
             ours = run(replace(spec, draft=draft, max_batch=width), prompts, options.max_tokens)
             compare(reference, prompts, theirs, ours, width)
+    print(f"peak memory {mx.get_peak_memory() / 2**30:.2f} GiB")
 
 
 def report(name: str, width: int, texts: Texts, seconds: float, tau: float, prefilled: int) -> None:
