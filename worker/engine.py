@@ -162,7 +162,7 @@ class _Service:
             self._report(command.shard_id, command.epoch, rows.refusal(row, error, where))
             return
         except Exception as error:  # a template or tokenizer may raise anything; the others run
-            traceback.print_exception(error, limit=-2)
+            traceback.print_tb(error.__traceback__)  # where, not what: the text may be the prompt
             code, message = ErrorCode.INTERNAL_ERROR.value, f"{type(error).__name__}: {error}"
             self._report(command.shard_id, command.epoch, rows.failure(row, 500, code, message))
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -56,6 +56,14 @@ def _observing(step: str) -> Iterator[None]:
         warn("view_failed", step=step, error=error)
 
 
+class _Running(NamedTuple):
+    """A shard that our worker holds, as RQ sees it."""
+
+    job: Job
+    execution: Execution
+    again: bool  # it was held before
+
+
 class Mirror:
     """Writes the state of shards into RQ's list and registries. Job ids are shard ids."""
 
@@ -64,7 +72,7 @@ class Mirror:
         self.queue = RqQueue(
             Key.QUEUE, connection=client, serializer=JSONSerializer, default_timeout=-1
         )
-        self._running: dict[str, tuple[Job, Execution]] = {}
+        self._running: dict[str, _Running] = {}
 
     @property
     def waiting_list(self) -> str:
@@ -101,32 +109,35 @@ class Mirror:
             self._drop_executions(job)
         execution = worker.prepare_execution(job)
         worker.prepare_job_execution(job)
-        self._running[shard_id] = job, execution
+        self._running[shard_id] = _Running(job, execution, again)
 
     @_observing("finish")
     def finish(self, worker: BaseWorker, shard_id: str) -> None:
         """All rows of the shard are recorded, by this worker."""
-        job, execution = self._running.pop(shard_id, (None, None))
-        if job is not None and execution is not None:
+        running = self._running.pop(shard_id, None)
+        if running is None:
+            self._end(shard_id)
+        else:
+            job, execution, again = running
             job.ended_at = now()
             worker.handle_job_success(job, self.queue, self.queue.started_job_registry, execution)
-        else:
-            self._end(shard_id)
+            if again:  # who held it before may have shown it as waiting after we took it
+                self.queue.remove(job)
         self._idle_if_free(worker)
 
     @_observing("leave")
     def leave(self, worker: BaseWorker, shard_ids: Iterable[str], *, requeue: bool) -> None:
         """The worker no longer holds the shards; with `requeue` they wait again, at the front."""
         for shard_id in shard_ids:
-            _, execution = self._running.pop(shard_id, (None, None))
+            running = self._running.pop(shard_id, None)
+            if running is not None:
+                worker.executions.pop(running.execution.id, None)
             if requeue:
                 self._requeue(shard_id)
-            elif execution is not None:
+            elif running is not None:
                 with self._client.pipeline() as pipe:
-                    execution.delete(job=self._fetch(shard_id), pipeline=pipe)
+                    running.execution.delete(job=running.job, pipeline=pipe)
                     pipe.execute()
-            if execution is not None:
-                worker.executions.pop(execution.id, None)
         self._idle_if_free(worker)
 
     @_observing("requeue")

@@ -145,6 +145,7 @@ class Queue:
                 for shard in chunk:
                     packed = shard.packed()
                     self._script(
+                        keys=[Key.META],
                         args=[
                             "add",
                             shard.id,

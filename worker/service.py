@@ -16,20 +16,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 from uuid import uuid4
 
 import redis
 
-from dflash_batch.worker.contract import SHARD_ROWS, Key, Lease, WorkerInfo
+from dflash_batch.worker.contract import SHARD_ROWS, Lease, WorkerInfo
 from dflash_batch.worker.holdings import Care, Held, Holdings
 from dflash_batch.worker.keeper import PARKED_S, Died, Keeper
 from dflash_batch.worker.link import Link
 from dflash_batch.worker.log import say, warn
-from dflash_batch.worker.mirror import BaseWorker, JSONSerializer, WorkerStatus, is_suspended
 from dflash_batch.worker.pipe import Beat, Loading, Ready, RowDone
 from dflash_batch.worker.queue import COMMIT_ROWS, Queue
+from dflash_batch.worker.rq_face import RqFace
 from dflash_batch.worker.settings import WorkerSettings
+from dflash_batch.worker.speed import Speed
 
 EXIT_OK = 0
 EXIT_MODEL = 4
@@ -39,23 +40,17 @@ COMMIT_S = 0.25
 _LOOK_S = 1.0  # between looks at commands, suspension, our parent
 _IDLE_LOOK_S = 0.25  # between looks for work, when there was none
 _REPAIR_S = 60.0
-_ABANDONED_NEVER_S = 7 * 86400
 _DOUBLE_SIGNAL_S = 1.0  # a terminal and a parent may both send the first one
 
 State = Literal["starting", "loading", "idle", "busy", "parked", "draining"]
 
 
-class Supervisor(BaseWorker):
+class Supervisor(RqFace):
     """One worker: its leases, its engine, its word to the world."""
-
-    # rooms for RQ: no fork, no maintenance of its own, its calls fail as fast as ours
-    connection_timeout = 5
 
     def __init__(self, settings: WorkerSettings, queue: Queue, rq_client: redis.Redis) -> None:
         name = settings.name or f"{socket.gethostname()}-{uuid4().hex[:12]}"
-        super().__init__(
-            [Key.QUEUE], name=name, connection=rq_client, serializer=JSONSerializer, worker_ttl=60
-        )
+        super().__init__(name, rq_client)
         self._settings = settings
         self._queue = queue
         self._keeper = Keeper(settings, name)
@@ -77,7 +72,7 @@ class Supervisor(BaseWorker):
         self._refused: dict[str, float] = {}  # model key -> not before (monotonic)
         self._is_child = os.getppid() == settings.parent_pid
         self._rows_done = 0
-        self._speed = _Speed()
+        self._speed = Speed()
         self.note = ""  # last trouble, for people
 
     def run(self) -> int:
@@ -129,15 +124,10 @@ class Supervisor(BaseWorker):
         if not _due(self._next_look):
             return
         self._next_look = time.monotonic() + _LOOK_S
-        if not self.connection.hexists(self.key, "birth"):
-            self.register_birth()  # the server came back empty, or we slept past our TTL
-        suspended = bool(is_suspended(self.connection, self))
+        suspended = self.hear_rq()
         if suspended != self._suspended:
             say("suspended" if suspended else "resumed")
         self._suspended = suspended
-        if self.pubsub is not None:
-            while message := self.pubsub.get_message(ignore_subscribe_messages=True, timeout=0):
-                self.handle_payload(message)
         if self._queue.mirror and _due(self._next_repair):
             self._next_repair = time.monotonic() + _REPAIR_S
             self._queue.mirror.repair(self._queue.shard_states)
@@ -190,11 +180,11 @@ class Supervisor(BaseWorker):
             if held.leaving and not held.finished:
                 shard_id = held.lease.shard.id
                 self._keeper.drop(shard_id)
-                self._queue.release(held.lease, crashed=held.crashed)
+                released = self._queue.release(held.lease, crashed=held.crashed)
                 self._holdings.let_go(shard_id)
                 say("released", shard=shard_id, rows=held.open_rows, crashed=held.crashed or None)
                 if self._queue.mirror:
-                    self._queue.mirror.leave(self, [shard_id], requeue=True)
+                    self._queue.mirror.leave(self, [shard_id], requeue=released)
 
     def _lease(self) -> None:
         """Keep as many rows waiting as decode together, and no more."""
@@ -361,15 +351,13 @@ class Supervisor(BaseWorker):
             with open(self._settings.notices, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"event": event, **facts}) + "\n")
 
-    # --- coming, going, and what RQ asks of its workers --------------------------------------
+    # --- coming and going --------------------------------------------------------------------
 
     def _arrive(self) -> None:
         say("worker_started", name=self.name, pid=os.getpid())
         self._keeper.want(self._settings.model)
         with self._link:
-            self.register_birth()
-            self.set_state(WorkerStatus.STARTED)
-            self.subscribe()
+            self.appear_in_rq()
 
     def _depart(self) -> None:
         """Whatever the reason: what is held goes back and the engine is stopped."""
@@ -407,46 +395,6 @@ class Supervisor(BaseWorker):
             self._stop_at = now + self._settings.grace_s
         elif now - self._signalled > _DOUBLE_SIGNAL_S:
             self._stop_at = now
-
-    def subscribe(self) -> None:
-        """Listen for RQ's commands without a thread: `_look_around` reads them."""
-        self.pubsub = self.connection.pubsub()
-        self.pubsub.subscribe(self.pubsub_channel_name)
-
-    def unsubscribe(self) -> None:
-        if self.pubsub is not None:
-            self.pubsub.close()
-            self.pubsub = None
-
-    def execute_job(self, job: Any, queue: Any) -> None:
-        raise NotImplementedError("rows run in the engine, not job by job")
-
-    def clean_registries(self) -> None:
-        """Nothing: leases run out in queue.lua, and RQ's clean-up would call shards abandoned."""
-
-    def get_heartbeat_ttl(self, job: Any, working_time: float = 0.0) -> int:
-        """Long, so that nobody who looks at RQ's registries judges our shards."""
-        return _ABANDONED_NEVER_S
-
-
-class _Speed:
-    """Tokens per second, smoothed over some beats."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.tokens_per_s = 0.0
-        self._tokens: int | None = None
-        self._at = 0.0
-
-    def update(self, tokens: int) -> None:
-        """`tokens`: completed since the engine started."""
-        now = time.monotonic()
-        if self._tokens is not None and now > self._at:
-            speed = (tokens - self._tokens) / (now - self._at)
-            self.tokens_per_s = 0.8 * self.tokens_per_s + 0.2 * speed
-        self._tokens, self._at = tokens, now
 
 
 def _due(moment: float) -> bool:
