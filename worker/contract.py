@@ -93,9 +93,9 @@ class JobSpec(Record):
 
     @model_validator(mode="after")
     def _has_one_input(self) -> Self:
-        if (self.endpoint == CHAT) != (self.messages is not None) or (
-            self.endpoint == TEXT
-        ) != (self.prompts is not None):
+        if (self.endpoint == CHAT) != (self.messages is not None) or (self.endpoint == TEXT) != (
+            self.prompts is not None
+        ):
             raise ValueError(f"{self.endpoint} does not match the prompt given")
         return self
 
