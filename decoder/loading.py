@@ -18,8 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from dflash_batch.decoder import registry
-from dflash_batch.decoder.demo import TARGET_DIR
+from dflash_batch.decoder import demo, registry
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
 from dflash_batch.decoder.drafters import Drafter, NoDrafter
@@ -48,7 +47,7 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
     """Load what `spec` names. Raises LoadError that says what to do."""
     mx.set_cache_limit(CACHE_LIMIT)
     progress("finding the target", None)
-    folder = find(str(TARGET_DIR) if spec.target == registry.DEMO else spec.target)
+    folder = find(str(demo.TARGET_DIR) if spec.target == registry.DEMO else spec.target)
     progress("loading the target", None)
     config = read_config(folder)
     target = load_target(folder, config, spec)
@@ -164,7 +163,8 @@ def load_drafter(spec: LoadSpec, target: Target) -> tuple[Drafter, str | None, s
         if spec.draft != "auto":
             raise
         return NoDrafter(), None, f"plain decoding, since its draft is not to be had: {e}"
-    return load_dflash(folder, target, spec.block), name, None
+    shown = registry.DEMO if folder == demo.DRAFT_DIR else name
+    return load_dflash(folder, target, spec.block), shown, None
 
 
 def load_dflash(folder: Path, target: Target, block: int | None) -> DFlashDrafter:

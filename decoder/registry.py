@@ -6,7 +6,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from dflash_batch.decoder.demo import DRAFT_DIR, TARGET_DIR
+from dflash_batch.decoder import demo
 
 DEMO = "demo"
 """The name of the bundled pair."""
@@ -24,8 +24,8 @@ def draft_for(target: str) -> str | None:
     The organisation is left out and case does not matter. `Qwen3-4B` matches `Qwen3-4B-4bit`
     but not `Qwen3-4Bx`; the longest match wins.
     """
-    if target == DEMO or Path(target).resolve() == Path(TARGET_DIR).resolve():
-        return str(DRAFT_DIR)
+    if target == DEMO or Path(target).resolve() == Path(demo.TARGET_DIR).resolve():
+        return str(demo.DRAFT_DIR)
     name = target.rstrip("/").rsplit("/", 1)[-1].lower()
     found = [
         (len(base), draft)

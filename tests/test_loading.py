@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from dflash_batch.decoder import loading, registry
+from dflash_batch.decoder import demo, loading, registry
 from dflash_batch.decoder.errors import LoadError, PromptError
 from dflash_batch.decoder.loading import load_decoder
 from dflash_batch.decoder.types import LoadSpec, Request
@@ -102,7 +102,7 @@ def test_registry_matches_copies_of_a_target_and_nothing_else() -> None:
     assert registry.draft_for("/models/qwen3-8b_tuned/") == "z-lab/Qwen3-8B-DFlash-b16"
     assert registry.draft_for("Qwen/Qwen3-4Bx") is None
     assert registry.draft_for("Qwen/Qwen3.5-35B-A3B-8bit") == "z-lab/Qwen3.5-35B-A3B-DFlash"
-    assert registry.draft_for("demo") == str(registry.DRAFT_DIR)
+    assert registry.draft_for("demo") == str(demo.DRAFT_DIR)
 
 
 def test_every_registry_entry_is_a_pair_of_names() -> None:

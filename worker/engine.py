@@ -156,9 +156,14 @@ class _Service:
             created=int(time.time()),
             waited_ms=(time.perf_counter() - since) * 1000,
         )
+        requests: list[Request] = []
         try:
             requests = rows.requests(row, self._decoder, self._next_uid)
+            for request in requests:
+                self._decoder.add(request)
         except PromptError as error:
+            for request in requests:
+                self._decoder.cancel(request.uid)
             self._report(command.shard_id, command.epoch, rows.refusal(row, error, where))
             return
         except Exception as error:  # a template or tokenizer may raise anything; the others run
@@ -169,7 +174,6 @@ class _Service:
         entry = _Row(command.shard_id, command.epoch, row, [r.prompt for r in requests], where)
         for choice, request in enumerate(requests):
             self._rows[request.uid] = entry, choice
-            self._decoder.add(request)
         self._next_uid += len(requests)
 
     def _drop(self, shard_id: str) -> None:
