@@ -20,7 +20,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_batch.decoder.arena import Arena, LayerKV, Lens
 from dflash_batch.decoder.draft_config import DraftConfig
-from dflash_batch.decoder.drafters import DrafterSpec
+from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.targets.base import Target
 
 
@@ -130,9 +130,9 @@ class DFlashDrafter:
     def new_state(self, lens: Lens) -> Arena:
         return Arena(self.config.num_layers, lens)
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         logits = self.draft_logits(state, anchor, width, k)
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
+        return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), logits)
 
     def draft_logits(self, state: Arena, anchor: mx.array, width: mx.array, k: int) -> mx.array:
         """Logits [R, k, vocab] of the drafts: same-position prediction, row j for offset j."""

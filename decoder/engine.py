@@ -17,11 +17,13 @@ import jinja2
 import mlx.core as mx
 import numpy as np
 
+from dflash_batch.decoder.acceptance import Coupled, Greedy, Rule
 from dflash_batch.decoder.cycle import Slots, Verdict, cycle
-from dflash_batch.decoder.drafters import Drafter
+from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.prefill import Prefiller
+from dflash_batch.decoder.prefill import Prefiller, Staged
 from dflash_batch.decoder.prefix import Tokens
+from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.text import StopStrings, cut
 from dflash_batch.decoder.types import Completion, FinishReason, Load, ModelInfo, Request
@@ -93,8 +95,10 @@ class _Flight(NamedTuple):
 
 
 class Decoder:
-    """Decodes rows in batch, greedily. A row's tokens do not depend on its neighbours.
+    """Decodes rows in batch, each with its own sampling. A row does not depend on its neighbours.
 
+    `sampling` is the rule for batches in which some row samples. With `Coupled` a seed gives the
+    same text whatever the drafts; with `Rejection` it does for one draft and block length.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -108,6 +112,7 @@ class Decoder:
         tokenizer: Any = None,
         max_batch: int = 16,
         depth: int | None = None,
+        sampling: Rule | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -118,6 +123,7 @@ class Decoder:
         self._max_batch = max_batch
         self._gpu = mx.default_device() == mx.gpu
         self._depth = int(self._gpu) if depth is None else depth
+        self._greedy, self._sampling = Greedy(), sampling or Coupled()
         self._waiting: deque[_Row] = deque()
         self._prefiller = Prefiller(target, drafter)
         self._slots = Slots(1, target, drafter)
@@ -247,9 +253,13 @@ class Decoder:
         self._slots.lens.bound = max(row.committed for row in live) + sum(
             flight.tokens for flight in self._flights
         )
-        verdict = cycle(self._slots, self._target, self._drafter, k)
+        rule = self._rule(self._slots.sampler)
+        verdict = cycle(self._slots, self._target, self._drafter, k, rule)
         mx.async_eval(*verdict, self._slots.lens.offset, self._slots.anchor, self._slots.remaining)
         return _Flight(list(self._rows), k + 1, verdict)
+
+    def _rule(self, sampler: Sampler) -> Rule:
+        return self._greedy if sampler.plain else self._sampling
 
     def _land(self, flight: _Flight) -> None:
         chosen, keep, accepted, width, drafts = (np.array(a) for a in flight.verdict)
@@ -271,6 +281,7 @@ class Decoder:
             if row is not None and row.over:
                 self._rows[slot] = None
                 self._slots.place(slot, length=0, anchor=0, remaining=0)
+                self._slots.sampler.clear(slot)
         live = sum(row is not None for row in self._rows)
         if not live:
             self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
@@ -317,13 +328,30 @@ class Decoder:
             group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
             started = time.perf_counter()
             staged = self._prefiller.run(at_hand[: len(group)], at_hand[len(group) :])
+            first = self._first(group, staged)
             now = time.perf_counter()
             for i, row in enumerate(group):
                 row.started, row.first, row.computed = started, now, staged.computed[i]
-                row.take([int(staged.first[i])])
+                row.take([first[i]])
             over += [row for row in group if row.over]
             self._seat([(row, i) for i, row in enumerate(group) if not row.over], staged.slots)
         return over
+
+    def _first(self, group: list[_Row], staged: Staged) -> list[int]:
+        """The first token of each row: a block without drafts, behind the prompt's last token."""
+        sampler = staged.slots.sampler
+        for i, row in enumerate(group):
+            sampler.place(i, row.request.sampling, row.request.prompt, ())
+        none = mx.zeros((len(group), 0), dtype=mx.int32)
+        rule = self._rule(sampler)
+        judged = rule.judge(
+            staged.logits[:, None],
+            rule.draft(Proposal(none), sampler, staged.slots.lens.offset - 1),
+            mx.ones((len(group),), dtype=mx.int32),
+            sampler,
+            staged.slots.lens.offset - 1,
+        )
+        return [int(token) for token in np.array(judged.chosen[:, 0])]
 
     def _free(self) -> int:
         return self._max_batch - sum(row is not None for row in self._rows)
@@ -339,6 +367,7 @@ class Decoder:
             self._slots.arena.load(slot, source.arena.snapshot(i, length))
             self._slots.draft.load(slot, source.draft.snapshot(i, length))
             self._slots.place(slot, length=length, anchor=row.tokens[-1], remaining=row.left)
+            self._slots.sampler.place(slot, row.request.sampling, row.request.prompt, row.tokens)
             self._rows[slot] = row
 
     def _resize(self, width: int) -> None:
@@ -348,6 +377,7 @@ class Decoder:
         self._rows = [self._rows[slot] for slot in live] + [None] * (width - len(live))
         for slot in range(len(live), width):
             self._slots.place(slot, length=0, anchor=0, remaining=0)
+            self._slots.sampler.clear(slot)
 
 
 def _width(rows: int) -> int:

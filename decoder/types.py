@@ -42,8 +42,50 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How a row chooses its tokens; the defaults are greedy. `sampling.py` says what each does."""
+
+    temperature: float = 0.0  # 0: the most likely token
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
+    seed: int = 0
+    choice: int = 0  # which of several answers of one seed: each has its own random numbers
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and self.repetition_penalty > 0 and self.top_k >= 0):
+            raise ValueError("temperature or top_k below 0, or a repetition penalty not above 0")
+        if not (0 <= self.top_p <= 1 and 0 <= self.min_p <= 1):
+            raise ValueError("top_p and min_p lie between 0 and 1")
+
+    @property
+    def random(self) -> bool:
+        """Whether tokens are drawn at all."""
+        return self.temperature > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens depend on how often they have come before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether unlikely tokens are never drawn."""
+        return self.random and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each token is simply the target's most likely one."""
+        return not (self.random or self.penalised or self.logit_bias)
+
+
+@dataclass(frozen=True)
 class Request:
-    """One row to decode greedily. `uid` is the caller's name for it, unique while it is in."""
+    """One row to decode. `uid` is the caller's name for it, unique while it is in."""
 
     uid: int
     prompt: tuple[int, ...]
@@ -52,6 +94,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     trace: bool = False
+    sampling: Sampling = Sampling()
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -9,8 +9,9 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama, qwen3
 
-from dflash_batch.decoder.drafters import DrafterSpec
+from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.engine import Decoder
+from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
 from dflash_batch.decoder.types import Completion, ModelInfo, Request
 
@@ -53,7 +54,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-def make_info(target: DenseTarget, draft: str | None, block: int) -> ModelInfo:
+def make_info(target: Target, draft: str | None, block: int) -> ModelInfo:
     return ModelInfo(
         target="tiny",
         family=target.family,
@@ -69,7 +70,7 @@ def make_info(target: DenseTarget, draft: str | None, block: int) -> ModelInfo:
     )
 
 
-def make_decoder(target: DenseTarget, drafter: Any, **options: Any) -> Decoder:
+def make_decoder(target: Target, drafter: Any, **options: Any) -> Decoder:
     info = make_info(target, drafter.spec.kind, drafter.spec.max_k + 1)
     return Decoder(target, drafter, info=info, **options)
 
@@ -106,7 +107,7 @@ class OracleDrafter:
     def new_state(self, lens: Any) -> OracleState:
         return OracleState(lens)
 
-    def propose(self, state: OracleState, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+    def propose(self, state: OracleState, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         drafts = np.zeros((state.lens.rows, k), dtype=np.int32)
         widths, anchors = np.array(width), np.array(anchor)
         for row, length in enumerate(np.array(state.lens.offset).tolist()):
@@ -119,7 +120,7 @@ class OracleDrafter:
             ahead = text[length + 1 : length + 1 + k]
             drafts[row, : len(ahead)] = ahead
         misses = self.random.random(drafts.shape) < self.wrong
-        return mx.array(np.where(misses, (drafts + 1) % VOCAB, drafts).astype(np.int32))
+        return Proposal(mx.array(np.where(misses, (drafts + 1) % VOCAB, drafts).astype(np.int32)))
 
     def commit(
         self, state: OracleState, tokens: mx.array, features: mx.array | None, keep: mx.array
