@@ -307,6 +307,7 @@ class Decoder:
             prefill_ms=1e3 * (row.first - row.started),
             ttft_ms=1e3 * (row.first - row.added),
             decode_ms=1e3 * (now - row.first),
+            seed=request.sampling.seed if request.sampling.random else None,
             emitted_per_cycle=tuple(row.emitted_per_cycle) if request.trace else None,
             drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,
         )

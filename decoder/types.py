@@ -122,6 +122,7 @@ class Completion:
     prefill_ms: float
     ttft_ms: float  # admission to first token
     decode_ms: float
+    seed: int | None = None  # of its sampling, if tokens were drawn
     emitted_per_cycle: tuple[int, ...] | None = field(default=None)  # with trace only
     drafted_per_cycle: tuple[tuple[int, ...], ...] | None = field(default=None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.types import Completion, ModelInfo
+from dflash_batch.decoder.types import Completion, ModelInfo, Sampling
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import CHAT, TEXT, JobSpec, RowResult, RowStatus
 
@@ -103,6 +103,52 @@ def test_a_text_row_is_a_request_for_each_prompt_and_has_the_room_that_is_left()
     ]
 
 
+def test_choices_are_numbered_through_prompts_and_each_samples_on_its_own() -> None:
+    settings: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+    }
+    row = text("a", "b", n=2, seed=-9, logit_bias={4: 1.5}, **settings)
+    requests = rows.requests(row, Encoder(), 5)
+    assert [(r.uid, r.prompt) for r in requests] == [(5, (10,)), (6, (10,)), (7, (11,)), (8, (11,))]
+    assert [r.sampling for r in requests] == [
+        Sampling(**settings, logit_bias=((4, 1.5),), seed=-9, choice=choice) for choice in range(4)
+    ]
+
+
+def test_without_a_seed_a_row_draws_one_for_all_its_choices() -> None:
+    row = chat(temperature=1.0, n=3)
+    seeds = [{r.sampling.seed for r in rows.requests(row, Encoder(), 0)} for _ in range(2)]
+    assert [len(drawn) for drawn in seeds] == [1, 1]
+    assert seeds[0] != seeds[1]
+    assert all(0 <= seed < 2**53 for drawn in seeds for seed in drawn)
+
+
+def test_n_choices_count_their_prompt_once_and_tell_the_seed() -> None:
+    row = chat(n=2, temperature=1.0)
+    first = completion(0, prefill_tokens=10, cached_tokens=0, seed=77)
+    second = completion(1, prefill_tokens=1, cached_tokens=9, seed=77, text="yo")
+    result = answer(row, [first, second])
+    assert result.response is not None
+    body = result.response["body"]
+    assert [c["message"]["content"] for c in body["choices"]] == ["hi", "yo"]
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert body["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 6,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert body["dflash"]["seed"] == 77
+    assert RowResult.unpacked(result.packed()) == result
+
+
 @pytest.mark.parametrize(
     ("row", "code", "param"),
     [
@@ -111,6 +157,7 @@ def test_a_text_row_is_a_request_for_each_prompt_and_has_the_room_that_is_left()
         (text("a", []), "invalid_value", "prompt"),
         (text([99, 100]), "invalid_value", "prompt"),
         (text([-1]), "invalid_value", "prompt"),
+        (text([1], logit_bias={100: 1.0}), "invalid_value", "logit_bias"),
     ],
 )
 def test_a_prompt_that_cannot_be_used_says_which_field(row: JobSpec, code: str, param: str) -> None:
