@@ -177,8 +177,10 @@ def test_a_worker_killed_in_mid_run_costs_nothing(tmp_path: Path) -> None:
     ]
     batch = write(tmp_path / "k.jsonl", rows)
     out = tmp_path / "k.out.jsonl"
-    words = ("run", str(batch), "-m", str(VECTORS / "target"), "--draft", str(VECTORS / "draft-b4"))
-    words += ("--dtype", "float32", "--max-batch", "4", "--lease-ttl", "2", "--json")
+    words = [
+        *("run", str(batch), "-m", str(VECTORS / "target"), "--draft", str(VECTORS / "draft-b4")),
+        *("--dtype", "float32", "--max-batch", "4", "--lease-ttl", "2", "--json"),
+    ]
 
     first = start(home, *words)
     until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 10)
