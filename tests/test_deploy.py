@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from queue_tools import until
 
@@ -24,13 +25,14 @@ def test_the_server_configuration_gives_a_queue_that_loses_nothing() -> None:
             until(socket.exists, "the server's socket")
             url = f"unix://{socket}"
             check_server(url)
-            settings = connect(url).config_get("append*", "maxmemory-policy")
+            settings: dict[Any, Any] = connect(url).config_get("append*")
+            settings |= connect(url).config_get("maxmemory-policy")
         finally:
             server.terminate()
             server.wait(timeout=20)
-    read = {_text(key): _text(value) for key, value in settings.items()}
-    assert read["appendonly"] == "yes"
-    assert read["maxmemory-policy"] == "noeviction"
+    told = {_text(key): _text(value) for key, value in settings.items()}
+    assert told["appendonly"] == "yes"
+    assert told["maxmemory-policy"] == "noeviction"
 
 
 def _text(value: bytes | str) -> str:
