@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from tiny import OracleDrafter, finish, greedy, make_decoder, make_model, reques
 
 from dflash_batch.decoder.drafters import NoDrafter
 from dflash_batch.decoder.targets.dense import DenseTarget
+from dflash_batch.decoder.types import Request
 
 FAMILIES = ("llama", "qwen3")
 LENGTHS = (3, 17, 5, 40, 2, 9, 23, 4)  # of prompts
@@ -155,6 +157,30 @@ def test_two_interleaved_prefixes_are_each_computed_once_when_sorted(case: Case)
     done = finish(decoder)
     assert [list(done[i].token_ids) for i in range(8)] == alone
     assert sum(c.prefill_tokens for c in done.values()) == len(a) + len(b) + 8 * 2
+
+
+def test_requests_are_taken_as_room_comes_free(case: Case) -> None:
+    decoder = make_decoder(case.target, case.oracle(4, 0.3), max_batch=2)
+    taken: list[int] = []
+
+    def requests() -> Iterator[Request]:
+        for i in range(8):
+            taken.append(i)
+            yield request(i, case.prompts[i], BUDGETS[i])
+
+    done = decoder.run(requests())
+    first = next(done)
+    assert len(taken) < 8
+    rest = {c.uid: list(c.token_ids) for c in [first, *done]}
+    assert rest == dict(enumerate(case.expected))
+
+
+def test_leaving_a_run_early_forgets_its_rows(case: Case) -> None:
+    decoder = make_decoder(case.target, case.oracle(4, 0.3), max_batch=2)
+    for _ in decoder.run(request(i, case.prompts[i], BUDGETS[i]) for i in range(8)):
+        break
+    assert decoder.step() == []
+    assert decoder.load() == (0, 0)
 
 
 def test_the_width_follows_the_rows_and_is_reported(case: Case) -> None:
