@@ -60,8 +60,13 @@ class Verdict(NamedTuple):
     drafts: mx.array  # [R, k]; the first width[r]-1 are row r's
 
 
-def cycle(slots: Slots, target: Target, drafter: Drafter, k: int, rule: Rule) -> Verdict:
-    """Draft up to k tokens for every row, verify them in one forward, keep what stands."""
+def cycle(
+    slots: Slots, target: Target, drafter: Drafter, k: int, rule: Rule
+) -> tuple[Verdict, mx.array]:
+    """Draft up to k tokens for every row, verify them in one forward, keep what stands.
+
+    Returns also the target's logits [R, k+1, V], for those who show them.
+    """
     # A row never drafts past its budget: its block is as short as what it may still emit.
     width = mx.minimum(slots.remaining + 1, k + 1)
     proposal = drafter.propose(slots.draft, slots.anchor, width, k)
@@ -80,7 +85,7 @@ def cycle(slots: Slots, target: Target, drafter: Drafter, k: int, rule: Rule) ->
     newest = mx.take_along_axis(chosen, mx.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
     slots.anchor = mx.where(keep > 0, newest, slots.anchor)
     slots.remaining = slots.remaining - keep
-    return Verdict(chosen, keep, accepted, width, drafts.tokens)
+    return Verdict(chosen, keep, accepted, width, drafts.tokens), logits
 
 
 def prefill(

@@ -21,12 +21,21 @@ from dflash_batch.decoder.acceptance import Coupled, Greedy, Rule
 from dflash_batch.decoder.cycle import Slots, Verdict, cycle
 from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
+from dflash_batch.decoder.logprobs import Shown, show
 from dflash_batch.decoder.prefill import Prefiller, Staged
 from dflash_batch.decoder.prefix import Tokens
 from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
-from dflash_batch.decoder.text import StopStrings, cut
-from dflash_batch.decoder.types import Completion, FinishReason, Load, ModelInfo, Request
+from dflash_batch.decoder.text import Detokenizer, StopStrings, cut
+from dflash_batch.decoder.types import (
+    Candidate,
+    Completion,
+    FinishReason,
+    Load,
+    ModelInfo,
+    Request,
+    TokenLogprob,
+)
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts the arena is made for: few shapes, little idle width."""
@@ -59,6 +68,7 @@ class _Row:
     accepted: int = 0
     emitted_per_cycle: list[int] = field(default_factory=list)
     drafted_per_cycle: list[tuple[int, ...]] = field(default_factory=list)
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -85,6 +95,15 @@ class _Row:
                 return n
         return len(tokens)
 
+    def show(self, shown: Shown, slot: int, count: int) -> None:
+        """Note the log probabilities of the `count` tokens just taken, if they are wanted."""
+        if self.request.logprobs is None:
+            return
+        chosen, ids, values = (np.array(a[slot, :count]) for a in shown)
+        for own, others, logs in zip(chosen, ids, values, strict=True):
+            top = list(zip(others.tolist(), logs.tolist(), strict=True))
+            self.logprobs.append((float(own), top[: self.request.logprobs]))
+
 
 class _Flight(NamedTuple):
     """A cycle on its way: whose slot was whose when it was launched."""
@@ -92,6 +111,7 @@ class _Flight(NamedTuple):
     rows: list[_Row | None]
     tokens: int  # per row, anchor included
     verdict: Verdict
+    shown: Shown | None  # while some row wants log probabilities
 
 
 class Decoder:
@@ -275,9 +295,13 @@ class Decoder:
             flight.tokens for flight in self._flights
         )
         rule = self._rule(self._slots.sampler)
-        verdict = cycle(self._slots, self._target, self._drafter, k, rule)
-        mx.async_eval(*verdict, self._slots.lens.offset, self._slots.anchor, self._slots.remaining)
-        return _Flight(list(self._rows), k + 1, verdict)
+        verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule)
+        shown = show(logits, verdict.chosen) if _asked(live) else None
+        mx.async_eval(
+            *(*verdict, *(shown or ())),
+            *(self._slots.lens.offset, self._slots.anchor, self._slots.remaining),
+        )
+        return _Flight(list(self._rows), k + 1, verdict, shown)
 
     def _rule(self, sampler: Sampler) -> Rule:
         return self._greedy if sampler.plain else self._sampling
@@ -288,6 +312,8 @@ class Decoder:
             if row is None or row.over:
                 continue
             kept = row.take(chosen[slot, : keep[slot]].tolist())
+            if flight.shown is not None:
+                row.show(flight.shown, slot, kept)
             row.cycles += 1
             row.drafted += int(width[slot]) - 1
             row.accepted += min(kept, int(accepted[slot]))
@@ -329,6 +355,7 @@ class Decoder:
             ttft_ms=1e3 * (row.first - row.added),
             decode_ms=1e3 * (now - row.first),
             seed=request.sampling.seed if request.sampling.random else None,
+            logprobs=None if request.logprobs is None else self._logprobs(row),
             emitted_per_cycle=tuple(row.emitted_per_cycle) if request.trace else None,
             drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,
         )
@@ -340,6 +367,23 @@ class Decoder:
         ids = row.tokens[:-1] if row.tokens[-1] in row.stops else row.tokens
         return cut(self._tokenizer.decode(ids, skip_special_tokens=True), row.request.stop)
 
+    def _logprobs(self, row: _Row) -> tuple[TokenLogprob, ...]:
+        pieces = Detokenizer(self._tokenizer) if self._tokenizer is not None else None
+        offset, logprobs = 0, []
+        for token, (own, top) in zip(row.tokens, row.logprobs, strict=True):
+            others = tuple(Candidate(other, self._piece(other), log) for other, log in top)
+            chosen = Candidate(token, self._piece(token), own)
+            logprobs.append(TokenLogprob(chosen, others, offset))
+            offset += len(pieces.push(token)) if pieces is not None else 0
+        return tuple(logprobs)
+
+    def _piece(self, token: int) -> str:
+        """A token as text; by its number where there is no tokenizer."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        piece: str = self._tokenizer.decode([token])
+        return piece
+
     # Admission
 
     def _admit(self) -> list[_Row]:
@@ -350,16 +394,18 @@ class Decoder:
             group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
             started = time.perf_counter()
             staged = self._prefiller.run(at_hand[: len(group)], at_hand[len(group) :])
-            first = self._first(group, staged)
+            first, shown = self._first(group, staged)
             now = time.perf_counter()
             for i, row in enumerate(group):
                 row.started, row.first, row.computed = started, now, staged.computed[i]
                 row.take([first[i]])
+                if shown is not None:
+                    row.show(shown, i, 1)
             over += [row for row in group if row.over]
             self._seat([(row, i) for i, row in enumerate(group) if not row.over], staged.slots)
         return over
 
-    def _first(self, group: list[_Row], staged: Staged) -> list[int]:
+    def _first(self, group: list[_Row], staged: Staged) -> tuple[list[int], Shown | None]:
         """The first token of each row: a block without drafts, behind the prompt's last token."""
         sampler = staged.slots.sampler
         for i, row in enumerate(group):
@@ -373,7 +419,8 @@ class Decoder:
             sampler,
             staged.slots.lens.offset - 1,
         )
-        return [int(token) for token in np.array(judged.chosen[:, 0])]
+        shown = show(staged.logits[:, None], judged.chosen) if _asked(group) else None
+        return [int(token) for token in np.array(judged.chosen[:, 0])], shown
 
     def _free(self) -> int:
         return self._max_batch - sum(row is not None for row in self._rows)
@@ -400,6 +447,10 @@ class Decoder:
         for slot in range(len(live), width):
             self._slots.place(slot, length=0, anchor=0, remaining=0)
             self._slots.sampler.clear(slot)
+
+
+def _asked(rows: Sequence[_Row]) -> bool:
+    return any(row.request.logprobs is not None for row in rows)
 
 
 def _width(rows: int) -> int:

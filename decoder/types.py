@@ -95,12 +95,29 @@ class Request:
     ignore_eos: bool = False
     trace: bool = False
     sampling: Sampling = Sampling()
+    logprobs: int | None = None  # alternatives wanted with each token's log p; None: no log p
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("an empty prompt cannot be decoded")
         if self.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+
+
+class Candidate(NamedTuple):
+    """A token that could stand at a place."""
+
+    token: int
+    text: str  # of the token alone
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """An emitted token, and what else was likely at its place."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]  # the most likely first
+    offset: int  # characters of text before it
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,7 @@ class Completion:
     ttft_ms: float  # admission to first token
     decode_ms: float
     seed: int | None = None  # of its sampling, if tokens were drawn
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if asked for
     emitted_per_cycle: tuple[int, ...] | None = field(default=None)  # with trace only
     drafted_per_cycle: tuple[tuple[int, ...], ...] | None = field(default=None)
 

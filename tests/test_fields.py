@@ -70,6 +70,9 @@ def test_null_is_the_same_as_absent(name: str) -> None:
         ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
         ({"logit_bias": {"50256": -100, "7": 0.5}}, {"logit_bias": {50256: -100.0, 7: 0.5}}),
         ({"n": 128}, {"n": 128}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
         ({"n": 3, "best_of": 3}, {"n": 3}),
         ({"return_token_ids": True}, {"return_token_ids": True}),
         ({"dflash_trace": True}, {"trace": True}),
@@ -236,10 +239,6 @@ def test_neutral_values_pass_without_a_word(name: str, value: Any) -> None:
 
 UNSUPPORTED = [
     ("best_of", 3),
-    ("logprobs", True),
-    ("logprobs", 0),
-    ("logprobs", 5),
-    ("top_logprobs", 3),
     ("prompt_logprobs", 0),
     ("echo", True),
     ("suffix", "end"),
@@ -286,6 +285,12 @@ INVALID = [
     ("temperature", 2.1),
     ("n", 129),
     ("best_of", 0),
+    ("logprobs", 0),
+    ("logprobs", 5),
+    ("logprobs", "yes"),
+    ("top_logprobs", 3),
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
     ("presence_penalty", 2.5),
     ("frequency_penalty", -3),
     ("repetition_penalty", 0),
@@ -356,3 +361,12 @@ def test_all_prompts_together_have_a_limit_of_choices() -> None:
         text(["a"] * 17, n=128)
     (problem,) = caught.value.problems
     assert (problem.code, problem.param) == (ErrorCode.INVALID_VALUE, "n")
+
+
+def test_logprobs_of_a_completion_is_a_number() -> None:
+    assert text("a", logprobs=5).values["logprobs"] == 5
+    assert text("a", logprobs=0).values["logprobs"] == 0
+    for wrong in ({"logprobs": 6}, {"logprobs": True}, {"logprobs": 2, "top_logprobs": 2}):
+        with pytest.raises(BodyError) as caught:
+            text("a", **wrong)
+        assert [problem.code for problem in caught.value.problems] == [ErrorCode.INVALID_VALUE]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.types import Completion, ModelInfo, Sampling
+from dflash_batch.decoder.types import Candidate, Completion, ModelInfo, Sampling, TokenLogprob
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import CHAT, TEXT, JobSpec, RowResult, RowStatus
 
@@ -304,3 +304,38 @@ def test_a_condemned_row_says_what_happened() -> None:
     assert result.response is not None
     assert result.response["status_code"] == 500
     assert result.metrics.attempts == 3
+
+
+LOGPROBS = (
+    TokenLogprob(Candidate(5, "h", -0.5), (Candidate(5, "h", -0.5), Candidate(9, "é", -1.0)), 0),
+    TokenLogprob(Candidate(6, "\ufffd", -float("inf")), (Candidate(7, "i", -0.25),), 1),
+)
+
+
+def test_logprobs_of_a_chat_have_the_shape_of_the_api() -> None:
+    (request,) = rows.requests(chat(logprobs=2), Encoder(), 0)
+    assert request.logprobs == 2
+    result = answer(chat(logprobs=2), [completion(0, logprobs=LOGPROBS)])
+    assert result.response is not None
+    h = {"token": "h", "logprob": -0.5, "bytes": [104]}
+    assert result.response["body"]["choices"][0]["logprobs"] == {
+        "content": [
+            {**h, "top_logprobs": [h, {"token": "é", "logprob": -1.0, "bytes": [195, 169]}]},
+            {
+                **{"token": "\ufffd", "logprob": -9999.0, "bytes": None},
+                "top_logprobs": [{"token": "i", "logprob": -0.25, "bytes": [105]}],
+            },
+        ],
+        "refusal": None,
+    }
+
+
+def test_logprobs_of_a_completion_have_the_shape_of_the_api() -> None:
+    result = answer(text("a", logprobs=2), [completion(0, logprobs=LOGPROBS)])
+    assert result.response is not None
+    assert result.response["body"]["choices"][0]["logprobs"] == {
+        "tokens": ["h", "\ufffd"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"h": -0.5, "é": -1.0}, {"i": -0.25, "\ufffd": -9999.0}],
+        "text_offset": [0, 1],
+    }

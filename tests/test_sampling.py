@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from markov import MarkovDrafter, MarkovTarget, bad_tables, fits, good_tables, text_law
-from tiny import finish, make_decoder, make_target, request
+from tiny import finish, make_decoder, make_model, make_target, request
 
 from dflash_batch.decoder.acceptance import Coupled, Rejection, Rule, accepts, residual
 from dflash_batch.decoder.drafters import DrafterSpec, NoDrafter, Proposal
@@ -312,3 +312,25 @@ def test_choices_and_seeds_give_different_texts(target: Any) -> None:
         settings = Sampling(1.0, seed=uid // 3, choice=uid % 3)
         decoder.add(request(uid, [4, 5], 12, sampling=settings))
     assert len({c.token_ids for c in finish(decoder).values()}) == 6
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_log_probabilities_are_those_of_the_raw_logits(target: Any, rows: int) -> None:
+    model = make_model("qwen3")
+    decoder = make_decoder(target, HeadDrafter(target, 4), max_batch=rows)
+    for i, wanted in enumerate((3, None, 0, 20)):
+        settings = Sampling(temperature=1.5, top_k=5, seed=i)
+        decoder.add(request(i, PROMPTS[i], 9, sampling=settings, logprobs=wanted))
+    done = finish(decoder)
+    assert done[1].logprobs is None
+    for i, wanted in ((0, 3), (2, 0), (3, 20)):
+        told, tokens = done[i].logprobs, list(done[i].token_ids)
+        assert told is not None
+        z = model(mx.array([PROMPTS[i] + tokens]))[0, len(PROMPTS[i]) - 1 : -1]
+        law = np.array(z - mx.logsumexp(z, axis=-1, keepdims=True))
+        assert [t.chosen.token for t in told] == tokens
+        for place, token in zip(law, told, strict=True):
+            assert token.chosen.logprob == pytest.approx(place[token.chosen.token], abs=1e-4)
+            assert [c.token for c in token.top] == np.argsort(-place)[:wanted].tolist()
+            assert all(c.logprob == pytest.approx(place[c.token], abs=1e-4) for c in token.top)
+            assert token.chosen.text == f"token_id:{token.chosen.token}"

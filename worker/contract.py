@@ -96,6 +96,7 @@ class JobSpec(Record):
     logit_bias: dict[int, float] = {}  # by token id
     seed: int | None = None  # None: drawn anew for the row, and told in its result
     n: Annotated[int, Field(ge=1)] = 1  # choices for each prompt
+    logprobs: int | None = None  # alternatives told with each token's log p; None: no log p
     return_token_ids: bool = False
     trace: bool = False  # body key `dflash_trace`
     metadata: dict[str, Any] | None = None  # top-level `metadata`, echoed in the output line

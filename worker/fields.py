@@ -77,13 +77,14 @@ def parse_body(body: dict[str, Any], endpoint: Endpoint) -> Body:
         except FieldError as error:
             joint = "" if error.message.startswith("[") else " "
             problems.append(FieldError(error.code, f"{name}{joint}{error.message}", name))
-    problems += _wrong_together(values)
+    problems += _wrong_together(values, endpoint)
     if problems:
         raise BodyError(problems)
     limit = values.pop("max_completion_tokens", None)
     if limit is not None:
         values["max_tokens"] = limit
     values.pop("best_of", None)
+    _settle_logprobs(values)
     if not values.get("temperature"):
         ignored += [name for name in values if name in _OF_SAMPLING]
     return Body(values, ignored)
@@ -93,7 +94,14 @@ _OF_SAMPLING = ("top_p", "top_k", "min_p", "seed")
 """Fields that cannot change greedy text."""
 
 
-def _wrong_together(values: dict[str, Any]) -> list[FieldError]:
+def _settle_logprobs(values: dict[str, Any]) -> None:
+    """One number of alternatives, or nothing."""
+    wanted, top = values.pop("logprobs", False), values.pop("top_logprobs", 0)
+    if wanted is not False:
+        values["logprobs"] = top if wanted is True else wanted
+
+
+def _wrong_together(values: dict[str, Any], endpoint: Endpoint) -> list[FieldError]:
     """What is wrong with fields that are each right."""
     n, best_of = values.get("n", 1), values.get("best_of")
     prompts = len(values.get("prompts", ()))
@@ -106,6 +114,13 @@ def _wrong_together(values: dict[str, Any]) -> list[FieldError]:
     if prompts * n > MAX_PROMPTS:
         message = f"n: {prompts:,} prompts × {n} make more than {MAX_PROMPTS:,} choices"
         return [FieldError(ErrorCode.INVALID_VALUE, message, "n")]
+    wanted = values.get("logprobs", False)
+    if wanted is not False and isinstance(wanted, bool) != (endpoint == CHAT):
+        kind = "true or false" if endpoint == CHAT else "a number"
+        return [FieldError(ErrorCode.INVALID_VALUE, f"logprobs must be {kind} here", "logprobs")]
+    if values.get("top_logprobs") and wanted is not True:
+        message = "top_logprobs needs logprobs to be true"
+        return [FieldError(ErrorCode.INVALID_VALUE, message, "top_logprobs")]
     return []
 
 
@@ -244,6 +259,19 @@ def _top_k(value: Any) -> int:
 def _choices(value: Any) -> int:
     if not 1 <= _integer(value) <= MAX_CHOICES:
         raise _invalid(f"must be between 1 and {MAX_CHOICES}")
+    return int(value)
+
+
+def _logprobs(value: Any) -> bool | int:
+    """A yes or no of chats, a number of alternatives of completions."""
+    if not isinstance(value, bool) and not 0 <= _integer(value) <= 5:
+        raise _invalid("must be between 0 and 5")
+    return bool(value) if isinstance(value, bool) else int(value)
+
+
+def _top_logprobs(value: Any) -> int:
+    if not 0 <= _integer(value) <= 20:
+        raise _invalid("must be between 0 and 20")
     return int(value)
 
 
@@ -387,8 +415,8 @@ FIELDS: dict[str, Honoured | Ignored | Refused] = {
     "dflash_trace": Honoured("trace", _boolean),
     "n": Honoured("n", _choices, neutral=1),
     "best_of": Honoured("best_of", _count),  # only as another word for n
-    "logprobs": Refused((False,), kind=(bool, int)),
-    "top_logprobs": Refused((0,), kind=int),
+    "logprobs": Honoured("logprobs", _logprobs),
+    "top_logprobs": Honoured("top_logprobs", _top_logprobs),
     "prompt_logprobs": Refused(kind=int),
     "echo": Refused((False,), kind=bool),
     "suffix": Refused(("",), kind=str),

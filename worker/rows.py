@@ -17,7 +17,14 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.types import Completion, ModelInfo, Request, Sampling
+from dflash_batch.decoder.types import (
+    Candidate,
+    Completion,
+    ModelInfo,
+    Request,
+    Sampling,
+    TokenLogprob,
+)
 from dflash_batch.worker.contract import (
     CHAT,
     ErrorCode,
@@ -68,6 +75,7 @@ def requests(row: JobSpec, encoder: Encoder, first_uid: int) -> list[Request]:
                 ignore_eos=row.ignore_eos,
                 trace=row.trace,
                 sampling=replace(sampling, choice=choice),
+                logprobs=row.logprobs,
             )
             for choice, prompt in enumerate(choices)
         ]
@@ -280,13 +288,55 @@ def _choice(
         choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
     else:
         choice["text"] = completion.text
-    choice["logprobs"] = None
+    choice["logprobs"] = _logprobs(row, completion.logprobs)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
         if row.endpoint != CHAT:
             choice["prompt_token_ids"] = list(prompt)
     return choice
+
+
+def _logprobs(row: JobSpec, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    """Log probabilities in the endpoint's own shape, one entry for each token of `token_ids`."""
+    if tokens is None:
+        return None
+    if row.endpoint == CHAT:
+        content = [
+            {**_candidate(token.chosen), "top_logprobs": [_candidate(c) for c in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+    return {
+        "tokens": [token.chosen.text for token in tokens],
+        "token_logprobs": [_finite(token.chosen.logprob) for token in tokens],
+        "top_logprobs": [_by_text(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    # A token that is part of a character only has no text of its own, and so no bytes we know.
+    text = candidate.text
+    known = "\ufffd" not in text and not text.startswith("token_id:")
+    return {
+        "token": text,
+        "logprob": _finite(candidate.logprob),
+        "bytes": list(text.encode()) if known else None,
+    }
+
+
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """The likely tokens, and the chosen one with them; of two with one text, the likelier."""
+    found: dict[str, float] = {}
+    for candidate in (*token.top, token.chosen):
+        found.setdefault(candidate.text, _finite(candidate.logprob))
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; -9999 stands for it, as it does in the OpenAI API."""
+    return max(-9999.0, logprob)
 
 
 def facts(metrics: RowMetrics) -> dict[str, Any]:
