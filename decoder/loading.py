@@ -31,6 +31,7 @@ from dflash_batch.decoder.types import LoadSpec, ModelInfo, Progress
 FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
     "llama": DenseTarget,
     "qwen3": DenseTarget,
+    "qwen3_moe": DenseTarget,
 }
 """mlx-lm architectures we have a layer loop for. Others that mlx-lm maps onto these also work."""
 

@@ -11,12 +11,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import OracleDrafter, finish, greedy, make_decoder, make_model, request
+from tiny import (
+    MODELS,
+    OracleDrafter,
+    as_target,
+    finish,
+    greedy,
+    make_decoder,
+    make_model,
+    request,
+)
 
 from dflash_batch.decoder.drafters import NoDrafter
-from dflash_batch.decoder.targets.dense import DenseTarget
 
-FAMILIES = ("llama", "qwen3")
 LENGTHS = (3, 17, 5, 40, 2, 9, 23, 4)  # of prompts
 BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 
@@ -24,9 +31,9 @@ BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 class Case:
     """A random target with eight prompts and their plain greedy texts."""
 
-    def __init__(self, family: str) -> None:
-        self.model = make_model(family)
-        self.target = DenseTarget(self.model, family, context_length=512)
+    def __init__(self, name: str) -> None:
+        self.model = make_model(name)
+        self.target = as_target(self.model, name)
         random = np.random.default_rng(7)
         self.prompts = [
             [i, *random.integers(0, 48, size=n - 1).tolist()] for i, n in enumerate(LENGTHS)
@@ -40,13 +47,12 @@ class Case:
         return OracleDrafter(self.texts, block, wrong, seed)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=MODELS)
 def case(request: Any) -> Case:
     return Case(request.param)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize(("rows", "depth"), [(1, 0), (2, 1), (5, 0), (8, 1)])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_speculative_equals_plain(case: Case, rows: int, wrong: float, depth: int) -> None:
     decoder = make_decoder(case.target, case.oracle(8, wrong), max_batch=rows, depth=depth)

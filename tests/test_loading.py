@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from tiny import MODELS, finish, greedy, make_model, make_shape, request
 
 from dflash_batch.decoder import demo, loading, registry
 from dflash_batch.decoder.errors import LoadError, PromptError
@@ -35,6 +37,24 @@ def spoil(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_each_family_loads(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    config = make_shape(name)
+    if name.endswith("4bit"):
+        config["quantization"] = {"group_size": 32, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+
+    decoder = load_decoder(LoadSpec(target=str(tmp_path), draft="none"))
+    decoder.add(request(0, [1, 2, 3], 5))
+
+    assert decoder.info.family == name.removesuffix("-4bit")
+    assert decoder.info.dtype == "float32"
+    assert decoder.info.context_length == 512
+    assert list(finish(decoder)[0].token_ids) == greedy(model, [1, 2, 3], 5)
 
 
 def test_a_folder_without_tokenizer_serves_token_ids(pair: Path) -> None:

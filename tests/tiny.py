@@ -2,47 +2,83 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models import llama, qwen3
 
 from dflash_batch.decoder.drafters import DrafterSpec
 from dflash_batch.decoder.engine import Decoder
-from dflash_batch.decoder.targets.dense import DenseTarget
+from dflash_batch.decoder.loading import FAMILIES
+from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.types import Completion, ModelInfo, Request
 
 VOCAB = 48
 
 
-def make_model(family: str, seed: int = 0) -> Any:
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+}
+"""What each family's shape has beyond `SHAPE`."""
+
+MODELS = ("llama", "qwen3", "qwen3_moe", "qwen3_moe-4bit")
+"""Every model the laws are tested on: a family, and what it is quantised to."""
+
+
+def make_shape(name: str) -> dict[str, Any]:
+    """The `config.json` of a model."""
+    family, _, quantised = name.partition("-")
+    shape = {"model_type": family, **SHAPE, **SHAPES[family]}
+    if quantised:
+        shape["intermediate_size"] = 64  # whole groups
+    return shape
+
+
+def make_model(name: str, seed: int = 0) -> Any:
     """A random float32 model whose greedy text wanders (scaled up so that argmax is decided)."""
+    module = importlib.import_module(f"mlx_lm.models.{name.partition('-')[0]}")
     mx.random.seed(seed)
-    shape: dict[str, Any] = {
-        "model_type": family,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
-    module = {"llama": llama, "qwen3": qwen3}[family]
-    model = module.Model(module.ModelArgs.from_dict(shape))
+    model = module.Model(module.ModelArgs.from_dict(make_shape(name)))
     model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.4, model.parameters()))
+    if name.endswith("-4bit"):
+        nn.quantize(model, group_size=32, bits=4)
     mx.eval(model.parameters())
     return model
 
 
-def make_target(family: str, seed: int = 0) -> DenseTarget:
-    return DenseTarget(make_model(family, seed), family, context_length=512)
+def make_target(name: str, seed: int = 0) -> Target:
+    return as_target(make_model(name, seed), name)
+
+
+def as_target(model: Any, name: str) -> Target:
+    family = name.partition("-")[0]
+    return FAMILIES[family](model, family, 512)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -53,7 +89,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-def make_info(target: DenseTarget, draft: str | None, block: int) -> ModelInfo:
+def make_info(target: Target, draft: str | None, block: int) -> ModelInfo:
     return ModelInfo(
         target="tiny",
         family=target.family,
@@ -69,7 +105,7 @@ def make_info(target: DenseTarget, draft: str | None, block: int) -> ModelInfo:
     )
 
 
-def make_decoder(target: DenseTarget, drafter: Any, **options: Any) -> Decoder:
+def make_decoder(target: Target, drafter: Any, **options: Any) -> Decoder:
     info = make_info(target, drafter.spec.kind, drafter.spec.max_k + 1)
     return Decoder(target, drafter, info=info, **options)
 

@@ -1,4 +1,4 @@
-"""Dense attention targets, `llama` and `qwen3`: our layer loop over mlx-lm's own modules.
+"""Pure attention targets, `llama`, `qwen3` and `qwen3_moe`: our layer loop over mlx-lm's modules.
 
 The loop is ours so that taps are read without patching and the cache can be an arena.
 `tests/test_targets.py` holds it bit-equal to calling the model.
@@ -17,7 +17,7 @@ from dflash_batch.decoder.targets.base import Forward
 
 
 class DenseTarget:
-    """A stack of pre-norm attention + MLP blocks, every layer full or sliding attention."""
+    """Pre-norm blocks of attention (full or sliding) and an MLP or experts."""
 
     def __init__(self, model: nn.Module, family: str, context_length: int) -> None:
         args: Any = model.args
