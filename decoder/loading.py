@@ -26,12 +26,15 @@ from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
+from dflash_batch.decoder.targets.gemma4 import Gemma4Target
 from dflash_batch.decoder.types import LoadSpec, ModelInfo, Progress
 
 FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
     "llama": DenseTarget,
     "qwen3": DenseTarget,
     "qwen3_moe": DenseTarget,
+    "gemma4": Gemma4Target,
+    "gemma4_text": Gemma4Target,
 }
 """mlx-lm architectures we have a layer loop for. Others that mlx-lm maps onto these also work."""
 
@@ -132,7 +135,8 @@ def load_target(folder: Path, config: dict[str, Any], spec: LoadSpec) -> Target:
     dtype = _dtype(spec.dtype, model)
     model.set_dtype(dtype)
     mx.eval(model.parameters())
-    context = int(config.get("max_position_embeddings") or 2048)
+    text = config.get("text_config") or config  # of a multimodal checkpoint
+    context = int(text.get("max_position_embeddings") or 2048)
     return FAMILIES[family](model, family, context)
 
 

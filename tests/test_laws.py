@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tiny import (
-    MODELS,
     OracleDrafter,
     as_target,
     finish,
@@ -24,6 +23,7 @@ from tiny import (
 
 from dflash_batch.decoder.drafters import NoDrafter
 
+MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4")  # one of each kind of loop
 LENGTHS = (3, 17, 5, 40, 2, 9, 23, 4)  # of prompts
 BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 
@@ -78,7 +78,7 @@ def test_no_drafter_is_plain_decoding(case: Case, rows: int) -> None:
     assert all(c.draft_tokens == 0 for c in done.values())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_join_and_leave_at_any_cycle(case: Case, seed: int) -> None:
     random = np.random.default_rng(seed)
     depth = seed % 2

@@ -1,7 +1,7 @@
 """Interoperability vectors: public checkpoint layouts with expected tokens, cycles and drafts.
 
 They come with the DFlash format: a tiny Qwen3 target, drafts of block 4 and 8 with full and with
-sliding layers, and a DFlash 2 draft, which is refused so far.
+sliding layers, and a DFlash 2 draft, which is refused so far; a Gemma 4 target with its draft.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.loading import load_decoder
 from dflash_batch.decoder.types import LoadSpec
 
-FOLDER = Path(__file__).parent / "vectors" / "dflash-qwen3-tiny"
-DRAFTS = ("draft-b4", "draft-b8", "draft-b8-swa")
+FOLDER = Path(__file__).parent / "vectors"
+DRAFTS = (
+    "dflash-qwen3-tiny/draft-b4",
+    "dflash-qwen3-tiny/draft-b8",
+    "dflash-qwen3-tiny/draft-b8-swa",
+    "dflash-gemma4-tiny/draft-b8",
+)
 
 
 def cases(draft: str) -> list[dict[str, Any]]:
@@ -34,7 +39,7 @@ def cases(draft: str) -> list[dict[str, Any]]:
 def load(draft: str, block: int | None, max_batch: int) -> Any:
     return load_decoder(
         LoadSpec(
-            target=str(FOLDER / "target"),
+            target=str((FOLDER / draft).parent / "target"),
             draft=str(FOLDER / draft),
             block=block,
             dtype="float32",
@@ -99,4 +104,4 @@ def test_the_first_block_has_the_expected_logits(draft: str) -> None:
 
 def test_a_dflash_2_draft_is_refused_by_name() -> None:
     with pytest.raises(LoadError, match="DFlash 2"):
-        load("draft2-b8", None, 1)
+        load("dflash-qwen3-tiny/draft2-b8", None, 1)

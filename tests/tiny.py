@@ -40,23 +40,54 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+QWEN3_MOE: dict[str, Any] = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [1]}
+
+GEMMA: dict[str, Any] = {
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+    "tie_word_embeddings": True,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
-    "qwen3_moe": {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe-4bit": {**QWEN3_MOE, "intermediate_size": 64},
+    "gemma4_text": GEMMA,
+    "gemma4": {
+        **GEMMA,
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCAB,
+    },
+    "gemma4_text-experts": {
+        **GEMMA,
+        **EXPERTS,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
 }
-"""What each family's shape has beyond `SHAPE`."""
+"""Every model: its family and what sets it apart, and what its shape has beyond `SHAPE`."""
 
-MODELS = ("llama", "qwen3", "qwen3_moe", "qwen3_moe-4bit")
-"""Every model the laws are tested on: a family, and what it is quantised to."""
+MODELS = tuple(SHAPES)
+
+WRAPPED = ("gemma4",)
+"""Families whose language model is a part of a multimodal one."""
 
 
 def make_shape(name: str) -> dict[str, Any]:
     """The `config.json` of a model."""
-    family, _, quantised = name.partition("-")
-    shape = {"model_type": family, **SHAPE, **SHAPES[family]}
-    if quantised:
-        shape["intermediate_size"] = 64  # whole groups
+    family = name.partition("-")[0]
+    shape = {"model_type": family, **SHAPE, **SHAPES[name]}
+    if family in WRAPPED:
+        return {"model_type": family, "vocab_size": VOCAB, "text_config": shape}
     return shape
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.errors import LoadError
 
 
 class Forward(NamedTuple):
@@ -49,3 +50,16 @@ class Target(Protocol):
     def head(self, hidden: mx.array) -> mx.array:
         """The head alone on an already normalised hidden state; a draft shares it."""
         ...
+
+
+def check_rope(rope: Any) -> None:
+    """Raises LoadError for positions that depend on more than a row's own.
+
+    Dynamic NTK scaling takes its base from the longest row, so it cannot serve rows of different
+    lengths, and a row's answer would depend on its neighbours.
+    """
+    if type(rope).__name__ == "DynamicNTKScalingRoPE":
+        raise LoadError(
+            "the target uses dynamic NTK rope scaling, which depends on the length of the whole "
+            "batch; it is not supported"
+        )

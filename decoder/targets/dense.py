@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from dflash_batch.decoder.arena import Arena, Lens
 from dflash_batch.decoder.errors import LoadError
-from dflash_batch.decoder.targets.base import Forward
+from dflash_batch.decoder.targets.base import Forward, check_rope
 
 
 class DenseTarget:
@@ -35,7 +35,7 @@ class DenseTarget:
         if any(self._sliding) and not self._window:
             raise LoadError("the target has sliding layers but no sliding_window")
         for block in self._blocks:
-            _check_rope(block.self_attn.rope)
+            check_rope(block.self_attn.rope)
 
     def new_arena(self, lens: Lens) -> Arena:
         return Arena(self.layers, lens)
@@ -65,13 +65,3 @@ class DenseTarget:
         else:
             out = self._model.embed_tokens.as_linear(hidden)
         return out
-
-
-def _check_rope(rope: Any) -> None:
-    # Dynamic NTK scaling takes its base from the longest row, so it cannot serve rows of
-    # different lengths, and a row's answer would depend on its neighbours.
-    if type(rope).__name__ == "DynamicNTKScalingRoPE":
-        raise LoadError(
-            "the target uses dynamic NTK rope scaling, which depends on the length of the whole "
-            "batch; it is not supported"
-        )
