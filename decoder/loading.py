@@ -27,6 +27,7 @@ from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
 from dflash_batch.decoder.targets.gemma4 import Gemma4Target
+from dflash_batch.decoder.targets.qwen3_5 import Qwen35Target
 from dflash_batch.decoder.types import LoadSpec, ModelInfo, Progress
 
 FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
@@ -35,6 +36,8 @@ FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
     "qwen3_moe": DenseTarget,
     "gemma4": Gemma4Target,
     "gemma4_text": Gemma4Target,
+    "qwen3_5": Qwen35Target,
+    "qwen3_5_moe": Qwen35Target,
 }
 """mlx-lm architectures we have a layer loop for. Others that mlx-lm maps onto these also work."""
 

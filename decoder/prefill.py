@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dflash_batch.decoder.arena import column_step
 from dflash_batch.decoder.cycle import Slots, prefill
 from dflash_batch.decoder.drafters import Drafter
-from dflash_batch.decoder.prefix import WORTH, Held, Tokens, best_shared
+from dflash_batch.decoder.prefix import WORTH, Held, Tokens, best_shared, saving
 from dflash_batch.decoder.targets.base import Target
 
 MOST_ROWS = 8
@@ -46,7 +46,7 @@ class Prefiller:
         saved = self._will_hold(prompts)
         for n in range(1, min(len(prompts), most, MOST_ROWS)):
             others = [*prompts[:n], *prompts[n + 1 :]]
-            have = 0 if saved is None else min(best_shared(prompts[n], [saved]), len(saved))
+            have = 0 if saved is None else saving(prompts[n], saved, self._target.cuttable)
             if best_shared(prompts[n], others) - have >= WORTH:
                 return n
         return min(len(prompts), most, MOST_ROWS)
@@ -87,7 +87,7 @@ class Prefiller:
         self._forward(slots, [base], [prefix[base:]])
         length = len(prefix)
         target, draft = slots.arena.snapshot(0, length), slots.draft.snapshot(0, length)
-        mx.eval([a for pair in target.layers for a in pair])
+        mx.eval(target.arrays())
         self._held = Held(prefix, target, draft)
         return length - base
 

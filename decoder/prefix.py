@@ -1,7 +1,8 @@
 """The prefix the rows at hand share: prefilled once, then copied into each row.
 
 One prefix is held at a time, with the target's and the drafter's state behind it. Pure attention
-can be cut to any length, so a row takes as much of the held prefix as its own prompt agrees with.
+can be cut to any length, so a row takes as much of the held prefix as its own prompt agrees with;
+of a recurrent state it takes all or nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dflash_batch.decoder.arena import Snapshot
+from dflash_batch.decoder.arena import RowSnapshot
 
 Tokens = npt.NDArray[np.int32]
 
@@ -38,15 +39,21 @@ def best_shared(prompt: Tokens, others: Iterable[Tokens]) -> int:
     return max((usable(prompt, other) for other in others), default=0)
 
 
+def saving(prompt: Tokens, held: Tokens, cuttable: bool) -> int:
+    """How much of `prompt` a state after `held` can stand for."""
+    n = usable(prompt, held)
+    return n if cuttable or n == len(held) else 0
+
+
 @dataclass(frozen=True)
 class Held:
     """A prefilled prefix."""
 
     tokens: Tokens
-    target: Snapshot
+    target: RowSnapshot
     draft: Any  # the drafter's snapshot
 
     def match(self, prompt: Tokens) -> int:
         """How many tokens of `prompt` it saves."""
-        n = usable(prompt, self.tokens)
+        n = saving(prompt, self.tokens, self.target.cuttable)
         return n if n >= WORTH else 0

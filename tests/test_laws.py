@@ -23,7 +23,7 @@ from tiny import (
 
 from dflash_batch.decoder.drafters import NoDrafter
 
-MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4")  # one of each kind of loop
+MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4", "qwen3_5")  # one of each kind of loop
 LENGTHS = (3, 17, 5, 40, 2, 9, 23, 4)  # of prompts
 BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 

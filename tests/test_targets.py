@@ -34,14 +34,14 @@ def test_taps_are_the_residual_stream_leaving_a_layer(name: str) -> None:
     slots = Slots(1, target, NoDrafter())
     slots.lens.open(4)
 
-    seen = target.forward(tokens, slots.arena, (target.layers - 1, 0))
+    seen = target.forward(tokens, slots.arena, (target.layers - 1, 1))
 
     # The stream leaving the last layer is what the final norm reads; the others come from a
     # model cut off behind them.
     assert seen.features is not None
     assert mx.array_equal(seen.features[..., :32], seen.hidden)
     stack = getattr(model, "language_model", model).model
-    stack.layers = stack.layers[:1]
+    stack.layers = stack.layers[:2]
     stack.norm.weight = mx.ones(32)
     cut = mx.fast.rms_norm(seen.features[..., 32:], mx.ones(32), 1e-6)
     assert mx.array_equal(cut, stack(tokens))
@@ -59,6 +59,7 @@ def test_ragged_rows_equal_each_row_alone(name: str) -> None:
         alone = Slots(1, target, NoDrafter())
         alone.lens.open(n)
         target.forward(mx.array(text[None, :n]), alone.arena, ())
+        alone.arena.commit(mx.array([n]))
         together.arena.load(row, alone.arena.snapshot(0, n))
         together.lens.place(row, n)
     together.lens.bound = 30
@@ -72,6 +73,7 @@ def test_ragged_rows_equal_each_row_alone(name: str) -> None:
             alone.lens.bound = at
             alone.lens.open(1)
             logits = target.logits(target.forward(mx.array([[token]]), alone.arena, ()).hidden)
+            alone.arena.commit(mx.array([1]))
             alone.lens.advance(mx.array([1]))
             if at >= lengths[row]:
                 assert mx.array_equal(logits[0, 0], ours[row, at - lengths[row]])

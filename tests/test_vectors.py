@@ -1,7 +1,8 @@
 """Interoperability vectors: public checkpoint layouts with expected tokens, cycles and drafts.
 
 They come with the DFlash format: a tiny Qwen3 target, drafts of block 4 and 8 with full and with
-sliding layers, and a DFlash 2 draft, which is refused so far; a Gemma 4 target with its draft.
+sliding layers, and a DFlash 2 draft, which is refused so far; a Gemma 4 and a Qwen3.5 target, each
+with a draft.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ DRAFTS = (
     "dflash-qwen3-tiny/draft-b8",
     "dflash-qwen3-tiny/draft-b8-swa",
     "dflash-gemma4-tiny/draft-b8",
+    "dflash-qwen35-tiny/draft-b8",
 )
 
 

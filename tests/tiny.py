@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_batch.decoder.drafters import DrafterSpec
 from dflash_batch.decoder.engine import Decoder
@@ -51,6 +52,22 @@ GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
+QWEN35: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -73,12 +90,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
         "num_global_key_value_heads": 1,
     },
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe-4bit": {
+        **QWEN35,
+        **EXPERTS,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 """Every model: its family and what sets it apart, and what its shape has beyond `SHAPE`."""
 
 MODELS = tuple(SHAPES)
 
-WRAPPED = ("gemma4",)
+WRAPPED = ("gemma4", "qwen3_5", "qwen3_5_moe")
 """Families whose language model is a part of a multimodal one."""
 
 
@@ -113,10 +137,12 @@ def as_target(model: Any, name: str) -> Target:
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Plain greedy decoding by calling the model anew on the whole text: the reference."""
-    text = list(prompt)
+    """Plain greedy decoding, one token after the other, on mlx-lm's own caches: the reference."""
+    cache = make_prompt_cache(model)
+    text, new = list(prompt), list(prompt)
     for _ in range(count):
-        text += np.array(mx.argmax(model(mx.array([text]))[:, -1], axis=-1)).tolist()
+        new = np.array(mx.argmax(model(mx.array([new]), cache=cache)[:, -1], axis=-1)).tolist()
+        text += new
     return text[len(prompt) :]
 
 

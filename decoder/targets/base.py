@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.arena import Lens, RowState
 from dflash_batch.decoder.errors import LoadError
 
 
@@ -27,15 +27,20 @@ class Target(Protocol):
     context_length: int
     dtype: mx.Dtype
 
-    def new_arena(self, lens: Lens) -> Arena:
-        """An empty arena for the rows of `lens`."""
+    @property
+    def cuttable(self) -> bool:
+        """Whether a snapshot of a row also holds those of all its prefixes."""
         ...
 
-    def forward(self, tokens: mx.array, arena: Arena, taps: tuple[int, ...]) -> Forward:
+    def new_arena(self, lens: Lens) -> RowState:
+        """Empty memory for the rows of `lens`."""
+        ...
+
+    def forward(self, tokens: mx.array, arena: Any, taps: tuple[int, ...]) -> Forward:
         """Run tokens int32 [R, T] at the columns of `arena.lens` (after `Lens.open(T)`).
 
-        Writes their keys and values and commits nothing. `taps` are 0-based layers whose output
-        residual stream is wanted, in this order.
+        `arena` is one of `new_arena`: it is written to, and nothing is committed. `taps` are
+        0-based layers whose output residual stream is wanted, in this order.
         """
         ...
 

@@ -37,6 +37,10 @@ class DenseTarget:
         for block in self._blocks:
             check_rope(block.self_attn.rope)
 
+    @property
+    def cuttable(self) -> bool:
+        return True
+
     def new_arena(self, lens: Lens) -> Arena:
         return Arena(self.layers, lens)
 

@@ -44,6 +44,10 @@ class Gemma4Target:
         for block in self._blocks:
             check_rope(block.self_attn.rope)
 
+    @property
+    def cuttable(self) -> bool:
+        return True
+
     def new_arena(self, lens: Lens) -> Arena:
         """One layer for each that has keys and values of its own; they come first."""
         return Arena(self._owners, lens)
