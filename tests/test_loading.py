@@ -39,14 +39,19 @@ def spoil(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_of_each_family_loads(name: str, tmp_path: Path) -> None:
-    model = make_model(name)
+def save(model: Any, name: str, folder: Path) -> None:
     config = make_shape(name)
     if name.endswith("4bit"):
         config["quantization"] = {"group_size": 32, "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_each_family_loads(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    save(model, name, tmp_path)
 
     decoder = load_decoder(LoadSpec(target=str(tmp_path), draft="none"))
     decoder.add(request(0, [1, 2, 3], 5))
@@ -55,6 +60,25 @@ def test_a_checkpoint_of_each_family_loads(name: str, tmp_path: Path) -> None:
     assert decoder.info.dtype == "float32"
     assert decoder.info.context_length == 512
     assert list(finish(decoder)[0].token_ids) == greedy(model, [1, 2, 3], 5)
+
+
+def test_decay_rates_keep_their_precision(tmp_path: Path) -> None:
+    model = make_model("qwen3_5")
+    save(model, "qwen3_5", tmp_path)
+
+    decoder = load_decoder(LoadSpec(target=str(tmp_path), draft="none", dtype="bfloat16"))
+
+    target: Any = decoder._target
+    ours, theirs = (
+        dict(tree_flatten(text.parameters()))
+        for text in (target._model, model.language_model.model)
+    )
+    assert {a.dtype for name, a in ours.items() if name.endswith("A_log")} == {mx.float32}
+    assert {a.dtype for name, a in ours.items() if not name.endswith("A_log")} == {mx.bfloat16}
+    name = "layers.0.linear_attn.A_log"
+    assert mx.array_equal(ours[name], theirs[name])
+    decoder.add(request(0, [1, 2, 3], 5))
+    assert len(finish(decoder)[0].token_ids) == 5
 
 
 def test_a_folder_without_tokenizer_serves_token_ids(pair: Path) -> None:
