@@ -24,6 +24,7 @@ from tiny import (
 from dflash_batch.decoder.drafters import NoDrafter
 
 MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4", "qwen3_5")  # one of each kind of loop
+SEEDS = {"qwen3_moe-4bit": 3}  # of models whose texts would otherwise settle on one token
 LENGTHS = (3, 17, 5, 40, 2, 9, 23, 4)  # of prompts
 BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 
@@ -31,8 +32,9 @@ BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 class Case:
     """A random target with eight prompts and their plain greedy texts."""
 
-    def __init__(self, name: str) -> None:
-        self.model = make_model(name)
+    def __init__(self, name: str, dtype: mx.Dtype = mx.float32) -> None:
+        self.model = make_model(name, SEEDS.get(name, 0))
+        self.model.set_dtype(dtype)
         self.target = as_target(self.model, name)
         random = np.random.default_rng(7)
         self.prompts = [
@@ -63,6 +65,30 @@ def test_speculative_equals_plain(case: Case, rows: int, wrong: float, depth: in
 
     assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
     assert all(c.finish_reason == "length" for c in done.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_moe", mx.float32),
+        ("gemma4_text", mx.float32),
+        ("gemma4_text-experts", mx.float32),
+        ("qwen3_5_moe-4bit", mx.float32),
+        ("qwen3", mx.bfloat16),
+        ("qwen3_moe-4bit", mx.bfloat16),
+        ("gemma4", mx.bfloat16),
+        ("qwen3_5", mx.bfloat16),
+        ("qwen3_5_moe-4bit", mx.bfloat16),
+    ],
+)
+def test_other_models_and_bfloat16_keep_the_law_too(name: str, dtype: mx.Dtype) -> None:
+    case = Case(name, dtype)
+    for rows in (1, 5):
+        decoder = make_decoder(case.target, case.oracle(8, 0.2), max_batch=rows)
+        for i in range(8):
+            decoder.add(request(i, case.prompts[i], BUDGETS[i]))
+        done = finish(decoder)
+        assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
