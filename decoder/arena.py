@@ -82,6 +82,21 @@ class Lens:
         self.offset = self.offset[rows]
 
 
+class Columns(Protocol):
+    """Which columns of a layer's buffer a forward writes and sees: a `Lens`, or part of one."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def offset(self) -> mx.array: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def index(self) -> mx.array: ...
+
+
 class LayerKV:
     """Keys and values of one layer, [R, heads, columns, head_dim].
 
@@ -89,7 +104,7 @@ class LayerKV:
     `update_and_fetch`, `make_mask` is not needed: masks come from `Lens`), so they run unmodified.
     """
 
-    def __init__(self, lens: Lens) -> None:
+    def __init__(self, lens: Columns) -> None:
         self.lens = lens
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -120,13 +135,13 @@ class LayerKV:
         more = mx.zeros((rows, heads, missing, dim), dtype=like.dtype)
         return more if buffer is None else mx.concatenate([buffer, more], axis=2)
 
-    def read(self, row: int, length: int) -> tuple[mx.array, mx.array]:
-        """A copy-on-write view of one row's first `length` columns, [1, heads, length, D]."""
+    def read(self, row: int, stop: int, start: int = 0) -> tuple[mx.array, mx.array]:
+        """A copy-on-write view of one row's columns start … stop-1, [1, heads, n, D]."""
         assert self.keys is not None
         assert self.values is not None
         return (
-            self.keys[row : row + 1, :, :length],
-            self.values[row : row + 1, :, :length],
+            self.keys[row : row + 1, :, start:stop],
+            self.values[row : row + 1, :, start:stop],
         )
 
     def load(self, row: int, keys: mx.array, values: mx.array) -> None:
@@ -144,6 +159,15 @@ class LayerKV:
             buffer = mx.concatenate([buffer, more], axis=2)
         start = mx.array([row, 0], dtype=mx.int32)
         return mx.slice_update(buffer, new.astype(buffer.dtype), start, axes=[0, 2])
+
+    def shift(self, by: mx.array) -> None:
+        """Move each row's columns by[r] (int32 [R]) to the left, dropping the first. One copy."""
+        if self.keys is not None and self.values is not None:
+            last = self.keys.shape[2] - 1
+            source = mx.minimum(mx.arange(last + 1, dtype=mx.int32) + by[:, None], last)
+            source = source[:, None, :, None]
+            self.keys = mx.take_along_axis(self.keys, source, axis=2)
+            self.values = mx.take_along_axis(self.values, source, axis=2)
 
     def select(self, rows: mx.array) -> None:
         """Keep the rows named by `rows`, in that order. One copy."""

@@ -3,10 +3,6 @@
 What differs from a dense stack: scaled embeddings, sliding and full layers in turn, late layers
 that read the keys and values of an earlier one, an extra input per layer and token (small
 models), and soft-capped logits.
-
-A sliding layer keeps all its columns and masks what has left the window. A ring of window + T - 1
-slots per row would hold less; columns cost memory only, since rollback, prefixes and growth stay
-those of every other layer.
 """
 
 from __future__ import annotations
@@ -17,8 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gemma4_text import logit_softcap
 
-from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.arena import Lens
 from dflash_batch.decoder.targets.base import Forward, check_rope
+from dflash_batch.decoder.window import WindowArena
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -46,16 +43,17 @@ class Gemma4Target:
 
     @property
     def cuttable(self) -> bool:
-        return True
+        return False
 
-    def new_arena(self, lens: Lens) -> Arena:
+    def new_arena(self, lens: Lens) -> WindowArena:
         """One layer for each that has keys and values of its own; they come first."""
-        return Arena(self._owners, lens)
+        return WindowArena(self._sliding[: self._owners], self._model.window_size, lens)
 
-    def forward(self, tokens: mx.array, arena: Arena, taps: tuple[int, ...]) -> Forward:
+    def forward(self, tokens: mx.array, arena: WindowArena, taps: tuple[int, ...]) -> Forward:
+        arena.open()
         h = self.embed(tokens)
         extra = self._extra(tokens, h)
-        full, near = arena.lens.causal(), arena.lens.causal(self._model.window_size)
+        full, near = arena.lens.causal(), arena.window.causal()
         shared: dict[int, KeysValues] = {}  # what a layer with its own wrote, for later layers
         tapped: dict[int, mx.array] = {}
         for i, block in enumerate(self._blocks):
