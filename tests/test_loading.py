@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from tiny import MODELS, finish, greedy, make_model, make_shape, request
+from tiny import MODELS, bits_of, finish, greedy, make_model, make_shape, request
 
 from dflash_batch.decoder import demo, loading, registry
 from dflash_batch.decoder.errors import LoadError, PromptError
@@ -41,8 +41,8 @@ def spoil(folder: Path, **changes: Any) -> None:
 
 def save(model: Any, name: str, folder: Path) -> None:
     config = make_shape(name)
-    if name.endswith("4bit"):
-        config["quantization"] = {"group_size": 32, "bits": 4}
+    if bits := bits_of(name):
+        config["quantization"] = {"group_size": 32, "bits": bits}
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights)

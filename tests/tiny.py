@@ -71,6 +71,7 @@ QWEN35: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
+    "qwen3-8bit": {"intermediate_size": 64},
     "qwen3_moe": QWEN3_MOE,
     "qwen3_moe-4bit": {**QWEN3_MOE, "intermediate_size": 64},
     "gemma4_text": GEMMA,
@@ -115,14 +116,19 @@ def make_shape(name: str) -> dict[str, Any]:
     return shape
 
 
+def bits_of(name: str) -> int | None:
+    """What a model is quantised to."""
+    return int(name[-4]) if name.endswith("bit") else None
+
+
 def make_model(name: str, seed: int = 0) -> Any:
     """A random float32 model whose greedy text wanders (scaled up so that argmax is decided)."""
     module = importlib.import_module(f"mlx_lm.models.{name.partition('-')[0]}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(make_shape(name)))
     model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.4, model.parameters()))
-    if name.endswith("-4bit"):
-        nn.quantize(model, group_size=32, bits=4)
+    if bits := bits_of(name):
+        nn.quantize(model, group_size=32, bits=bits)
     mx.eval(model.parameters())
     return model
 
