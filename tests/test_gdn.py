@@ -10,21 +10,32 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tiny import make_model, make_target
+from tiny import (
+    OracleDrafter,
+    as_target,
+    finish,
+    greedy,
+    make_decoder,
+    make_model,
+    make_target,
+    request,
+)
 
 from dflash_batch.decoder.arena import Lens
+from dflash_batch.decoder.delta_rule import Chunk, Rule, Steps, agree
 from dflash_batch.decoder.gdn import DeltaLayer
 
 UNITS = Path(__file__).parent / "vectors" / "units"
 KEEP = [0, 1, 3, 8, 5]
 
 
+@pytest.mark.parametrize("rule", [Steps(), Chunk()], ids=["steps", "chunk"])
 @pytest.mark.parametrize("name", ["gdn_tiny", "gdn_small"])
-def test_outputs_states_and_windows_are_those_expected(name: str) -> None:
+def test_outputs_states_and_windows_are_those_expected(name: str, rule: Rule) -> None:
     """Nine rows run the same eight tokens, and row n keeps n of them."""
     unit: Any = mx.load(str(UNITS / f"{name}.safetensors"))
     lens = Lens(9)
-    layer = DeltaLayer(unit_module(unit), lens, mx.float32)
+    layer = DeltaLayer(unit_module(unit), lens, mx.float32, rule)
     for row in range(9):
         layer.load(row, unit["conv_state0"], unit["state0"])
 
@@ -72,11 +83,13 @@ def unit_module(unit: Any) -> Any:
     )
 
 
-def random_layer(rows: int, dtype: mx.Dtype) -> tuple[DeltaLayer, Lens]:
+def random_layer(rows: int, dtype: mx.Dtype, rule: Rule | None = None) -> tuple[DeltaLayer, Lens]:
     model = make_model("qwen3_5")
     model.set_dtype(dtype)
     lens = Lens(rows)
-    return DeltaLayer(model.language_model.model.layers[0].linear_attn, lens, dtype), lens
+    return DeltaLayer(
+        model.language_model.model.layers[0].linear_attn, lens, dtype, rule or Steps()
+    ), lens
 
 
 def block(rows: int, width: int, dtype: mx.Dtype, seed: int) -> mx.array:
@@ -120,6 +133,54 @@ def test_a_commit_known_beforehand_is_the_same(width: int) -> None:
     assert mx.array_equal(after.window, before.window)
     for row, n in enumerate(np.array(keep).tolist()):
         assert mx.array_equal(outs[0][row, :n], outs[1][row, :n])
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 7, 16, 37])
+def test_the_chunk_form_agrees_with_the_steps(width: int, known: bool) -> None:
+    random = np.random.default_rng(width)
+    layers = [random_layer(5, mx.float32, rule) for rule in (Steps(), Chunk())]
+    for seed in range(3):
+        keep = mx.array(random.integers(0, width + 1, size=5).astype(np.int32))
+        x = block(5, width, mx.float32, seed)
+        outs = []
+        for layer, lens in layers:
+            lens.open(width, keep=keep if known else None)
+            outs.append(layer(x))
+            layer.commit(keep)
+        for row, n in enumerate(np.array(keep if known else [width] * 5).tolist()):
+            assert mx.allclose(outs[0][row, :n], outs[1][row, :n], rtol=1e-4, atol=1e-5)
+        states = [layer.state for layer, _ in layers]
+        assert mx.allclose(states[0], states[1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_chunk_form_stands_decays_that_underflow() -> None:
+    layers = [random_layer(1, mx.float32, rule)[0] for rule in (Steps(), Chunk())]
+    for layer in layers:
+        layer._module.A_log = mx.full(layer._module.A_log.shape, 6.0)
+        layer(block(1, 16, mx.float32, 0))
+        layer.commit(mx.array([9]))
+    assert not mx.isnan(layers[1].state).any()
+    assert mx.allclose(layers[0].state, layers[1].state, rtol=1e-4, atol=1e-5)
+
+
+def test_the_forms_are_compared_before_one_is_chosen() -> None:
+    assert agree()
+    assert not agree(tolerance=1e-12)
+
+
+def test_tokens_are_the_same_by_the_chunk_form() -> None:
+    model = make_model("qwen3_5")
+    target: Any = as_target(model, "qwen3_5")
+    target._rule = Chunk()
+    prompts = [[i, *range(i, 3 * i + 2)] for i in range(4)]
+    expected = [greedy(model, prompt, 20) for prompt in prompts]
+    texts = [p + e for p, e in zip(prompts, expected, strict=True)]
+    decoder = make_decoder(target, OracleDrafter(texts, 8, 0.3, seed=0), max_batch=4)
+    for i, prompt in enumerate(prompts):
+        decoder.add(request(i, prompt, 20))
+    done = finish(decoder)
+    assert [list(done[i].token_ids) for i in range(4)] == expected
 
 
 def test_a_snapshot_serves_its_own_length_only() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from dflash_batch.decoder import delta_rule
 from dflash_batch.decoder.arena import Lens
 from dflash_batch.decoder.gdn import DeltaLayer
 from dflash_batch.decoder.hybrid import HybridArena
@@ -33,6 +34,7 @@ class Qwen35Target:
         self.vocab_size: int = args.vocab_size
         self.dtype: mx.Dtype = self._model.norm.weight.dtype
         self._deltas = [block.linear_attn for block in self._blocks if block.is_linear]
+        self._rule = delta_rule.choose()
         for block in self._blocks:
             if not block.is_linear:
                 check_rope(block.self_attn.rope)
@@ -42,7 +44,7 @@ class Qwen35Target:
         return False
 
     def new_arena(self, lens: Lens) -> HybridArena:
-        recurrent = [DeltaLayer(module, lens, self.dtype) for module in self._deltas]
+        recurrent = [DeltaLayer(module, lens, self.dtype, self._rule) for module in self._deltas]
         return HybridArena(self.layers - len(recurrent), recurrent, lens)
 
     def forward(self, tokens: mx.array, arena: HybridArena, taps: tuple[int, ...]) -> Forward:
