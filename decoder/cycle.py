@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dflash_batch.decoder.acceptance import accept_greedy
-from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.arena import Lens, RowState
 from dflash_batch.decoder.drafters import Drafter, DrafterState
 from dflash_batch.decoder.targets.base import Target
 
@@ -22,7 +22,7 @@ class Slots:
 
     def __init__(self, rows: int, target: Target, drafter: Drafter) -> None:
         self.lens = Lens(rows)
-        self.arena: Arena = target.new_arena(self.lens)
+        self.arena: RowState = target.new_arena(self.lens)
         self.draft: DrafterState = drafter.new_state(self.lens)
         self.anchor = mx.zeros((rows,), dtype=mx.int32)
         self.remaining = mx.zeros((rows,), dtype=mx.int32)  # 0: the row is idle
@@ -70,6 +70,7 @@ def cycle(slots: Slots, target: Target, drafter: Drafter, k: int) -> Verdict:
 
     keep, accepted = accept_greedy(drafts, chosen, width, slots.remaining)
     drafter.commit(slots.draft, block, seen.features, keep)
+    slots.arena.commit(keep)
     slots.lens.advance(keep)
     newest = mx.take_along_axis(chosen, mx.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
     slots.anchor = mx.where(keep > 0, newest, slots.anchor)
@@ -84,10 +85,11 @@ def prefill(
 
     Returns the target's argmax after the last of them, int32 [R] (of no meaning where count is 0).
     """
-    slots.lens.open(tokens.shape[1])
+    slots.lens.open(tokens.shape[1], keep=count)
     seen = target.forward(tokens, slots.arena, drafter.spec.taps)
     last = mx.maximum(count - 1, 0)[:, None, None]
     hidden = mx.take_along_axis(seen.hidden, last, axis=1)
     drafter.commit(slots.draft, tokens, seen.features, count)
+    slots.arena.commit(count)
     slots.lens.advance(count)
     return mx.argmax(target.logits(hidden)[:, 0], axis=-1).astype(mx.int32)
