@@ -15,7 +15,7 @@ covers it, and until then the mask hides it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -45,12 +45,16 @@ class Lens:
         self.bound = 0
         self.columns = 0
         self.index = mx.zeros((rows, 0), dtype=mx.int32)
+        self.keep: mx.array | None = None
 
-    def open(self, width: int) -> None:
+    def open(self, width: int, keep: mx.array | None = None) -> None:
         """Fix the shapes of one forward of `width` tokens per row.
 
         Sets `columns`, the visible columns S, and `index`, the int32 [R, T] columns to write.
+        `keep` (int32 [R]) says how many tokens of each row will be committed, if that is known
+        beforehand, as it is of a prompt: a recurrent layer then need not run them twice.
         """
+        self.keep = keep
         self.columns = -(-(self.bound + width) // self.step) * self.step
         self.index = self.offset[:, None] + mx.arange(width, dtype=mx.int32)[None]
 
@@ -78,6 +82,21 @@ class Lens:
         self.offset = self.offset[rows]
 
 
+class Columns(Protocol):
+    """Which columns of a layer's buffer a forward writes and sees: a `Lens`, or part of one."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def offset(self) -> mx.array: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def index(self) -> mx.array: ...
+
+
 class LayerKV:
     """Keys and values of one layer, [R, heads, columns, head_dim].
 
@@ -85,7 +104,7 @@ class LayerKV:
     `update_and_fetch`, `make_mask` is not needed: masks come from `Lens`), so they run unmodified.
     """
 
-    def __init__(self, lens: Lens) -> None:
+    def __init__(self, lens: Columns) -> None:
         self.lens = lens
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -116,13 +135,13 @@ class LayerKV:
         more = mx.zeros((rows, heads, missing, dim), dtype=like.dtype)
         return more if buffer is None else mx.concatenate([buffer, more], axis=2)
 
-    def read(self, row: int, length: int) -> tuple[mx.array, mx.array]:
-        """A copy-on-write view of one row's first `length` columns, [1, heads, length, D]."""
+    def read(self, row: int, stop: int, start: int = 0) -> tuple[mx.array, mx.array]:
+        """A copy-on-write view of one row's columns start … stop-1, [1, heads, n, D]."""
         assert self.keys is not None
         assert self.values is not None
         return (
-            self.keys[row : row + 1, :, :length],
-            self.values[row : row + 1, :, :length],
+            self.keys[row : row + 1, :, start:stop],
+            self.values[row : row + 1, :, start:stop],
         )
 
     def load(self, row: int, keys: mx.array, values: mx.array) -> None:
@@ -141,10 +160,68 @@ class LayerKV:
         start = mx.array([row, 0], dtype=mx.int32)
         return mx.slice_update(buffer, new.astype(buffer.dtype), start, axes=[0, 2])
 
+    def shift(self, by: mx.array) -> None:
+        """Move each row's columns by[r] (int32 [R]) to the left, dropping the first. One copy."""
+        if self.keys is not None and self.values is not None:
+            last = self.keys.shape[2] - 1
+            source = mx.minimum(mx.arange(last + 1, dtype=mx.int32) + by[:, None], last)
+            source = source[:, None, :, None]
+            self.keys = mx.take_along_axis(self.keys, source, axis=2)
+            self.values = mx.take_along_axis(self.values, source, axis=2)
+
     def select(self, rows: mx.array) -> None:
         """Keep the rows named by `rows`, in that order. One copy."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class RowSnapshot(Protocol):
+    """What a target remembers of one row after its first `length` tokens. Immutable."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether `first` can give a shorter one."""
+        ...
+
+    def first(self, length: int) -> RowSnapshot:
+        """The snapshot of a prefix of the prefix."""
+        ...
+
+    def arrays(self) -> Sequence[mx.array]:
+        """Everything in it, for evaluation."""
+        ...
+
+
+class RowState(Protocol):
+    """What a target remembers of many rows, on their `Lens`."""
+
+    lens: Lens
+
+    def commit(self, keep: mx.array) -> None:
+        """Take in the first `keep` (int32 [R]) tokens of the last forward in each row.
+
+        Called before `Lens.advance(keep)`. keep[r] = 0 leaves row r as it was.
+        """
+        ...
+
+    def snapshot(self, row: int, length: int) -> RowSnapshot:
+        """Copy out a row after `length` tokens, which must be what is committed."""
+        ...
+
+    def load(self, row: int, snapshot: Any) -> None:
+        """Put a snapshot of the same target into a row; `Lens.place` gives it its length."""
+        ...
+
+    def select(self, rows: mx.array) -> None:
+        """Keep the rows named by `rows` (int32 [R']), in that order."""
+        ...
+
+    def arrays(self) -> Sequence[mx.array]:
+        """Every buffer, for evaluation."""
+        ...
 
 
 class Snapshot(NamedTuple):
@@ -153,6 +230,10 @@ class Snapshot(NamedTuple):
     length: int
     layers: tuple[tuple[mx.array, mx.array], ...]  # keys, values [1, heads, length, D]
 
+    @property
+    def cuttable(self) -> bool:
+        return True
+
     def first(self, length: int) -> Snapshot:
         """The snapshot of a shorter prefix."""
         assert length <= self.length
@@ -160,18 +241,19 @@ class Snapshot(NamedTuple):
             return self
         return Snapshot(length, tuple((k[:, :, :length], v[:, :, :length]) for k, v in self.layers))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+    def arrays(self) -> list[mx.array]:
+        return [a for pair in self.layers for a in pair]
 
 
 class Arena:
-    """The layers of one model on one `Lens`."""
+    """The attention layers of one model on one `Lens`."""
 
     def __init__(self, layers: int, lens: Lens) -> None:
         self.lens = lens
         self.layers = [LayerKV(lens) for _ in range(layers)]
+
+    def commit(self, keep: mx.array) -> None:
+        """Nothing to do: what was kept is in its columns, and `Lens.advance` shows them."""
 
     def snapshot(self, row: int, length: int) -> Snapshot:
         """Copy out the first `length` columns of a row."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from dflash_batch.decoder.acceptance import Rule, accept
-from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.arena import Lens, RowState
 from dflash_batch.decoder.drafters import Drafter, DrafterState
 from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
@@ -23,7 +23,7 @@ class Slots:
 
     def __init__(self, rows: int, target: Target, drafter: Drafter) -> None:
         self.lens = Lens(rows)
-        self.arena: Arena = target.new_arena(self.lens)
+        self.arena: RowState = target.new_arena(self.lens)
         self.draft: DrafterState = drafter.new_state(self.lens)
         self.sampler = Sampler(rows, target.vocab_size)
         self.anchor = mx.zeros((rows,), dtype=mx.int32)
@@ -80,6 +80,7 @@ def cycle(
     chosen, stands = rule.judge(logits, drafts, width, slots.sampler, slots.lens.offset)
     keep, accepted = accept(stands, width, slots.remaining)
     drafter.commit(slots.draft, block, seen.features, keep)
+    slots.arena.commit(keep)
     slots.lens.advance(keep)
     slots.sampler.take(chosen, keep)
     newest = mx.take_along_axis(chosen, mx.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
@@ -95,10 +96,11 @@ def prefill(
 
     Returns the target's logits after the last of them, [R, V] (of no meaning where count is 0).
     """
-    slots.lens.open(tokens.shape[1])
+    slots.lens.open(tokens.shape[1], keep=count)
     seen = target.forward(tokens, slots.arena, drafter.spec.taps)
     last = mx.maximum(count - 1, 0)[:, None, None]
     hidden = mx.take_along_axis(seen.hidden, last, axis=1)
     drafter.commit(slots.draft, tokens, seen.features, count)
+    slots.arena.commit(count)
     slots.lens.advance(count)
     return target.logits(hidden)[:, 0]

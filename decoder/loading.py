@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
 from dflash_batch.decoder import demo, registry
@@ -27,11 +27,18 @@ from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
+from dflash_batch.decoder.targets.gemma4 import Gemma4Target
+from dflash_batch.decoder.targets.qwen3_5 import Qwen35Target
 from dflash_batch.decoder.types import LoadSpec, ModelInfo, Progress
 
 FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
     "llama": DenseTarget,
     "qwen3": DenseTarget,
+    "qwen3_moe": DenseTarget,
+    "gemma4": Gemma4Target,
+    "gemma4_text": Gemma4Target,
+    "qwen3_5": Qwen35Target,
+    "qwen3_5_moe": Qwen35Target,
 }
 """mlx-lm architectures we have a layer loop for. Others that mlx-lm maps onto these also work."""
 
@@ -130,9 +137,10 @@ def load_target(folder: Path, config: dict[str, Any], spec: LoadSpec) -> Target:
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
     dtype = _dtype(spec.dtype, model)
-    model.set_dtype(dtype)
+    _cast(model, dtype)
     mx.eval(model.parameters())
-    context = int(config.get("max_position_embeddings") or 2048)
+    text = config.get("text_config") or config  # of a multimodal checkpoint
+    context = int(text.get("max_position_embeddings") or 2048)
     return FAMILIES[family](model, family, context)
 
 
@@ -142,6 +150,17 @@ def _dtype(name: str, model: nn.Module) -> mx.Dtype:
         return DTYPES[name]
     kinds = [a.dtype for a in _parameters(model).values() if a.dtype in DTYPES.values()]
     return max(set(kinds), key=kinds.count)
+
+
+def _cast(model: Any, dtype: mx.Dtype) -> None:
+    """Give the weights their arithmetic, but for the few that mlx-lm keeps more precise."""
+    wanted = getattr(model, "cast_predicate", lambda path: True)
+
+    def cast(path: str, array: mx.array) -> mx.array:
+        floating = mx.issubdtype(array.dtype, mx.floating)
+        return array.astype(dtype) if floating and wanted(path) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
 
 
 def _parameters(model: nn.Module) -> dict[str, mx.array]:

@@ -11,7 +11,15 @@ import numpy as np
 from dflash_batch.decoder.arena import column_step
 from dflash_batch.decoder.cycle import Slots, prefill
 from dflash_batch.decoder.drafters import Drafter
-from dflash_batch.decoder.prefix import WORTH, Held, Tokens, best_shared
+from dflash_batch.decoder.prefix import (
+    MOST_HELD,
+    WORTH,
+    Held,
+    Tokens,
+    best_shared,
+    branches,
+    saving,
+)
 from dflash_batch.decoder.targets.base import Target
 
 MOST_ROWS = 8
@@ -29,23 +37,33 @@ class Staged(NamedTuple):
     computed: list[int]  # prompt tokens run for each, a newly held prefix counted on the first
 
 
+class _Start(NamedTuple):
+    """Where a prompt is taken up: behind the first `length` tokens of a held prefix."""
+
+    length: int
+    held: Held | None
+
+
+_COLD = _Start(0, None)
+
+
 class Prefiller:
     """Groups waiting prompts behind the prefix they share, and runs them."""
 
     def __init__(self, target: Target, drafter: Drafter) -> None:
         self._target = target
         self._drafter = drafter
-        self._held: Held | None = None
+        self._held: list[Held] = []  # each one a prefix of the next
 
     def group(self, prompts: Sequence[Tokens], most: int) -> int:
         """How many of `prompts`, from the first on, should be run together.
 
         All that the prefix to be held for the first serves about as well as any would.
         """
-        saved = self._will_hold(prompts)
+        saved = self._plan(prompts)
         for n in range(1, min(len(prompts), most, MOST_ROWS)):
             others = [*prompts[:n], *prompts[n + 1 :]]
-            have = 0 if saved is None else min(best_shared(prompts[n], [saved]), len(saved))
+            have = max((self._saving(prompts[n], prefix) for prefix in saved), default=0)
             if best_shared(prompts[n], others) - have >= WORTH:
                 return n
         return min(len(prompts), most, MOST_ROWS)
@@ -53,55 +71,71 @@ class Prefiller:
     def run(self, prompts: Sequence[Tokens], waiting: Sequence[Tokens] = ()) -> Staged:
         """Prefill a group; `waiting` are prompts behind it that may want the same prefix."""
         held_now = self._hold([*prompts, *waiting])
-        bases = [self._saved(prompt) for prompt in prompts]
+        starts = [self._start(prompt) for prompt in prompts]
         slots = Slots(len(prompts), self._target, self._drafter)
-        rests = [prompt[base:] for prompt, base in zip(prompts, bases, strict=True)]
-        logits = self._forward(slots, bases, rests)
-        computed = [len(rest) for rest in rests]
+        logits = self._forward(slots, starts, prompts)
+        computed = [len(p) - start.length for p, start in zip(prompts, starts, strict=True)]
         computed[0] += held_now
         return Staged(slots, logits, computed)
 
     def forget(self) -> None:
-        """Give the held prefix back."""
-        self._held = None
+        """Give the held prefixes back."""
+        self._held = []
 
-    def _saved(self, prompt: Tokens) -> int:
-        return 0 if self._held is None else self._held.match(prompt)
+    def _saving(self, prompt: Tokens, held: Tokens) -> int:
+        return saving(prompt, held, self._target.cuttable)
 
-    def _will_hold(self, prompts: Sequence[Tokens]) -> Tokens | None:
-        """The prefix that is held, or that the first of `prompts` makes worth holding."""
+    def _start(self, prompt: Tokens) -> _Start:
+        """The held prefix that saves most of `prompt`."""
+        starts = (_Start(self._saving(prompt, held.tokens), held) for held in self._held)
+        best = max(starts, key=lambda start: start.length, default=_COLD)
+        return best if best.length >= WORTH else _COLD
+
+    def _plan(self, prompts: Sequence[Tokens]) -> list[Tokens]:
+        """The prefixes held once the first of `prompts` has been seen to, shortest first."""
         first = prompts[0]
-        shared = best_shared(first, prompts[1:])
-        if shared - self._saved(first) >= WORTH:
-            return first[:shared]
-        return None if self._held is None else self._held.tokens
+        points = branches(first, prompts[1:])
+        have = self._start(first).length
+        if not points or points[-1] - have < WORTH:
+            return [held.tokens for held in self._held]
+        if self._target.cuttable:
+            return [first[: points[-1]]]
+        kept = [held.tokens for held in self._held if self._saving(first, held.tokens)]
+        plan = kept + [first[:n] for n in points if n - have >= WORTH]
+        return plan if len(plan) <= MOST_HELD else [plan[0], *plan[1 - MOST_HELD :]]
 
     def _hold(self, prompts: Sequence[Tokens]) -> int:
         """Hold what the first of `prompts` shares with others; return the tokens it cost."""
-        prefix = self._will_hold(prompts)
-        if prefix is None or (self._held is not None and prefix is self._held.tokens):
-            return 0
-        base = self._saved(prefix)
-        slots = Slots(1, self._target, self._drafter)
-        self._forward(slots, [base], [prefix[base:]])
-        length = len(prefix)
-        target, draft = slots.arena.snapshot(0, length), slots.draft.snapshot(0, length)
-        mx.eval([a for pair in target.layers for a in pair])
-        self._held = Held(prefix, target, draft)
-        return length - base
+        plan, cost = self._plan(prompts), 0
+        for prefix in plan:
+            if any(prefix is held.tokens for held in self._held):
+                continue
+            start, length = self._start(prefix), len(prefix)
+            slots = Slots(1, self._target, self._drafter)
+            self._forward(slots, [start], [prefix])
+            target, draft = slots.arena.snapshot(0, length), slots.draft.snapshot(0, length)
+            mx.eval(target.arrays())
+            self._held.append(Held(prefix, target, draft))
+            cost += length - start.length
+        self._held = [held for held in self._held if any(held.tokens is p for p in plan)]
+        return cost
 
-    def _forward(self, slots: Slots, bases: Sequence[int], rests: Sequence[Tokens]) -> mx.array:
-        """Run `rests` behind the held prefix's first `bases` tokens, in ragged chunks.
+    def _forward(
+        self, slots: Slots, starts: Sequence[_Start], prompts: Sequence[Tokens]
+    ) -> mx.array:
+        """Run the rest of each prompt behind its start, in ragged chunks.
 
         row 0   [held ········][rest ·····]
         row 1   [held ····][rest ·········|···]
                                  one chunk
         """
-        for row, base in enumerate(bases):
-            if base and self._held is not None:
-                slots.arena.load(row, self._held.target.first(base))
-                slots.draft.load(row, self._held.draft.first(base))
-        slots.lens.offset = mx.array(list(bases), dtype=mx.int32)
+        bases = [start.length for start in starts]
+        rests = [prompt[base:] for prompt, base in zip(prompts, bases, strict=True)]
+        for row, (base, held) in enumerate(starts):
+            if held is not None:
+                slots.arena.load(row, held.target.first(base))
+                slots.draft.load(row, held.draft.first(base))
+        slots.lens.offset = mx.array(bases, dtype=mx.int32)
         logits: mx.array | None = None
         longest = max(map(len, rests))
         for done in range(0, longest, CHUNK):

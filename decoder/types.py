@@ -29,7 +29,7 @@ class ModelInfo:
     """What was loaded: the effective settings, for results and for people."""
 
     target: str
-    family: str  # "llama", "qwen3"
+    family: str  # "llama", "qwen3_moe", …
     draft: str | None  # None: plain decoding
     draft_notice: str | None  # why there is no draft, when one was looked for
     block: int  # 1 without a draft

@@ -36,6 +36,7 @@ class MarkovTarget:
     vocab_size = VOCAB
     context_length = 512
     dtype = mx.float32
+    cuttable = True
 
     def __init__(self, logits: Floats) -> None:
         self._logits = mx.array(logits.astype(np.float32))

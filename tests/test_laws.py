@@ -12,13 +12,21 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny import OracleDrafter, finish, greedy, make_decoder, make_model, request
+from tiny import (
+    OracleDrafter,
+    as_target,
+    finish,
+    greedy,
+    make_decoder,
+    make_model,
+    request,
+)
 
 from dflash_batch.decoder.drafters import NoDrafter
-from dflash_batch.decoder.targets.dense import DenseTarget
 from dflash_batch.decoder.types import Request
 
-FAMILIES = ("llama", "qwen3")
+MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4", "qwen3_5")  # one of each kind of loop
+SEEDS = {"qwen3_moe-4bit": 3}  # of models whose texts would otherwise settle on one token
 LENGTHS = (3, 17, 5, 40, 2, 9, 23, 4)  # of prompts
 BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 
@@ -26,9 +34,10 @@ BUDGETS = (20, 7, 33, 12, 25, 1, 16, 30)  # of outputs
 class Case:
     """A random target with eight prompts and their plain greedy texts."""
 
-    def __init__(self, family: str) -> None:
-        self.model = make_model(family)
-        self.target = DenseTarget(self.model, family, context_length=512)
+    def __init__(self, name: str, dtype: mx.Dtype = mx.float32) -> None:
+        self.model = make_model(name, SEEDS.get(name, 0))
+        self.model.set_dtype(dtype)
+        self.target = as_target(self.model, name)
         random = np.random.default_rng(7)
         self.prompts = [
             [i, *random.integers(0, 48, size=n - 1).tolist()] for i, n in enumerate(LENGTHS)
@@ -42,13 +51,12 @@ class Case:
         return OracleDrafter(self.texts, block, wrong, seed)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=MODELS)
 def case(request: Any) -> Case:
     return Case(request.param)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize(("rows", "depth"), [(1, 0), (2, 1), (5, 0), (8, 1)])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 def test_speculative_equals_plain(case: Case, rows: int, wrong: float, depth: int) -> None:
     decoder = make_decoder(case.target, case.oracle(8, wrong), max_batch=rows, depth=depth)
@@ -59,6 +67,30 @@ def test_speculative_equals_plain(case: Case, rows: int, wrong: float, depth: in
 
     assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
     assert all(c.finish_reason == "length" for c in done.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_moe", mx.float32),
+        ("gemma4_text", mx.float32),
+        ("gemma4_text-experts", mx.float32),
+        ("qwen3_5_moe-4bit", mx.float32),
+        ("qwen3", mx.bfloat16),
+        ("qwen3_moe-4bit", mx.bfloat16),
+        ("gemma4", mx.bfloat16),
+        ("qwen3_5", mx.bfloat16),
+        ("qwen3_5_moe-4bit", mx.bfloat16),
+    ],
+)
+def test_other_models_and_bfloat16_keep_the_law_too(name: str, dtype: mx.Dtype) -> None:
+    case = Case(name, dtype)
+    for rows in (1, 5):
+        decoder = make_decoder(case.target, case.oracle(8, 0.2), max_batch=rows)
+        for i in range(8):
+            decoder.add(request(i, case.prompts[i], BUDGETS[i]))
+        done = finish(decoder)
+        assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -74,7 +106,7 @@ def test_no_drafter_is_plain_decoding(case: Case, rows: int) -> None:
     assert all(c.draft_tokens == 0 for c in done.values())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_rows_join_and_leave_at_any_cycle(case: Case, seed: int) -> None:
     random = np.random.default_rng(seed)
     depth = seed % 2

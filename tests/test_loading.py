@@ -9,6 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from tiny import MODELS, bits_of, finish, greedy, make_model, make_shape, request
 
 from dflash_batch.decoder import demo, loading, registry
 from dflash_batch.decoder.errors import LoadError, PromptError
@@ -35,6 +37,48 @@ def spoil(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps(config))
+
+
+def save(model: Any, name: str, folder: Path) -> None:
+    config = make_shape(name)
+    if bits := bits_of(name):
+        config["quantization"] = {"group_size": 32, "bits": bits}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_each_family_loads(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    save(model, name, tmp_path)
+
+    decoder = load_decoder(LoadSpec(target=str(tmp_path), draft="none"))
+    decoder.add(request(0, [1, 2, 3], 5))
+
+    assert decoder.info.family == name.partition("-")[0]
+    assert decoder.info.dtype == "float32"
+    assert decoder.info.context_length == 512
+    assert list(finish(decoder)[0].token_ids) == greedy(model, [1, 2, 3], 5)
+
+
+def test_decay_rates_keep_their_precision(tmp_path: Path) -> None:
+    model = make_model("qwen3_5")
+    save(model, "qwen3_5", tmp_path)
+
+    decoder = load_decoder(LoadSpec(target=str(tmp_path), draft="none", dtype="bfloat16"))
+
+    target: Any = decoder._target
+    ours, theirs = (
+        dict(tree_flatten(text.parameters()))
+        for text in (target._model, model.language_model.model)
+    )
+    assert {a.dtype for name, a in ours.items() if name.endswith("A_log")} == {mx.float32}
+    assert {a.dtype for name, a in ours.items() if not name.endswith("A_log")} == {mx.bfloat16}
+    name = "layers.0.linear_attn.A_log"
+    assert mx.array_equal(ours[name], theirs[name])
+    decoder.add(request(0, [1, 2, 3], 5))
+    assert len(finish(decoder)[0].token_ids) == 5
 
 
 def test_a_folder_without_tokenizer_serves_token_ids(pair: Path) -> None:

@@ -1,7 +1,7 @@
 """Interoperability vectors: public checkpoint layouts with expected tokens, cycles and drafts.
 
 They come with the DFlash format: a tiny Qwen3 target, drafts of block 4 and 8 with full and with
-sliding layers, and a DFlash 2 draft of block 8.
+sliding layers, and a DFlash 2 draft of block 8; a Gemma 4 and a Qwen3.5 target, each with a draft.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ from dflash_batch.decoder.draft_model import DFlashDrafter
 from dflash_batch.decoder.loading import load_decoder
 from dflash_batch.decoder.types import LoadSpec
 
-FOLDER = Path(__file__).parent / "vectors" / "dflash-qwen3-tiny"
-DRAFTS = ("draft-b4", "draft-b8", "draft-b8-swa", "draft2-b8")
+FOLDER = Path(__file__).parent / "vectors"
+DRAFTS = (
+    "dflash-qwen3-tiny/draft-b4",
+    "dflash-qwen3-tiny/draft-b8",
+    "dflash-qwen3-tiny/draft-b8-swa",
+    "dflash-qwen3-tiny/draft2-b8",
+    "dflash-gemma4-tiny/draft-b8",
+    "dflash-qwen35-tiny/draft-b8",
+)
 
 
 def cases(draft: str) -> list[dict[str, Any]]:
@@ -33,7 +40,7 @@ def cases(draft: str) -> list[dict[str, Any]]:
 def load(draft: str, block: int | None, max_batch: int) -> Any:
     return load_decoder(
         LoadSpec(
-            target=str(FOLDER / "target"),
+            target=str((FOLDER / draft).parent / "target"),
             draft=str(FOLDER / draft),
             block=block,
             dtype="float32",

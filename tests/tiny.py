@@ -2,55 +2,153 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models import llama, qwen3
+from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.engine import Decoder
+from dflash_batch.decoder.loading import FAMILIES
 from dflash_batch.decoder.targets.base import Target
-from dflash_batch.decoder.targets.dense import DenseTarget
 from dflash_batch.decoder.types import Completion, ModelInfo, Request
 
 VOCAB = 48
 
 
-def make_model(family: str, seed: int = 0) -> Any:
-    """A random float32 model whose greedy text wanders (scaled up so that argmax is decided)."""
-    mx.random.seed(seed)
-    shape: dict[str, Any] = {
-        "model_type": family,
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 512,
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
+QWEN3_MOE: dict[str, Any] = {**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [1]}
+
+GEMMA: dict[str, Any] = {
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+    "tie_word_embeddings": True,
+}
+
+QWEN35: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
         "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
-    module = {"llama": llama, "qwen3": qwen3}[family]
-    model = module.Model(module.ModelArgs.from_dict(shape))
+        "partial_rotary_factor": 0.25,
+    },
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3-8bit": {"intermediate_size": 64},
+    "qwen3_moe": QWEN3_MOE,
+    "qwen3_moe-4bit": {**QWEN3_MOE, "intermediate_size": 64},
+    "gemma4_text": GEMMA,
+    "gemma4": {
+        **GEMMA,
+        "num_hidden_layers": 4,
+        "sliding_window_pattern": 2,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": VOCAB,
+    },
+    "gemma4_text-experts": {
+        **GEMMA,
+        **EXPERTS,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe-4bit": {
+        **QWEN35,
+        **EXPERTS,
+        "linear_value_head_dim": 8,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+"""Every model: its family and what sets it apart, and what its shape has beyond `SHAPE`."""
+
+MODELS = tuple(SHAPES)
+
+WRAPPED = ("gemma4", "qwen3_5", "qwen3_5_moe")
+"""Families whose language model is a part of a multimodal one."""
+
+
+def make_shape(name: str) -> dict[str, Any]:
+    """The `config.json` of a model."""
+    family = name.partition("-")[0]
+    shape = {"model_type": family, **SHAPE, **SHAPES[name]}
+    if family in WRAPPED:
+        return {"model_type": family, "vocab_size": VOCAB, "text_config": shape}
+    return shape
+
+
+def bits_of(name: str) -> int | None:
+    """What a model is quantised to."""
+    return int(name[-4]) if name.endswith("bit") else None
+
+
+def make_model(name: str, seed: int = 0) -> Any:
+    """A random float32 model whose greedy text wanders (scaled up so that argmax is decided)."""
+    module = importlib.import_module(f"mlx_lm.models.{name.partition('-')[0]}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(make_shape(name)))
     model.update(tree_map(lambda a: mx.random.normal(a.shape) * 0.4, model.parameters()))
+    if bits := bits_of(name):
+        nn.quantize(model, group_size=32, bits=bits)
     mx.eval(model.parameters())
     return model
 
 
-def make_target(family: str, seed: int = 0) -> DenseTarget:
-    return DenseTarget(make_model(family, seed), family, context_length=512)
+def make_target(name: str, seed: int = 0) -> Target:
+    return as_target(make_model(name, seed), name)
+
+
+def as_target(model: Any, name: str) -> Target:
+    family = name.partition("-")[0]
+    return FAMILIES[family](model, family, 512)
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Plain greedy decoding by calling the model anew on the whole text: the reference."""
-    text = list(prompt)
+    """Plain greedy decoding, one token after the other, on mlx-lm's own caches: the reference."""
+    cache = make_prompt_cache(model)
+    text, new = list(prompt), list(prompt)
     for _ in range(count):
-        text += np.array(mx.argmax(model(mx.array([text]))[:, -1], axis=-1)).tolist()
+        new = np.array(mx.argmax(model(mx.array([new]), cache=cache)[:, -1], axis=-1)).tolist()
+        text += new
     return text[len(prompt) :]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.arena import Lens, RowState
+from dflash_batch.decoder.errors import LoadError
 
 
 class Forward(NamedTuple):
@@ -26,15 +27,20 @@ class Target(Protocol):
     context_length: int
     dtype: mx.Dtype
 
-    def new_arena(self, lens: Lens) -> Arena:
-        """An empty arena for the rows of `lens`."""
+    @property
+    def cuttable(self) -> bool:
+        """Whether a snapshot of a row also holds those of all its prefixes."""
         ...
 
-    def forward(self, tokens: mx.array, arena: Arena, taps: tuple[int, ...]) -> Forward:
+    def new_arena(self, lens: Lens) -> RowState:
+        """Empty memory for the rows of `lens`."""
+        ...
+
+    def forward(self, tokens: mx.array, arena: Any, taps: tuple[int, ...]) -> Forward:
         """Run tokens int32 [R, T] at the columns of `arena.lens` (after `Lens.open(T)`).
 
-        Writes their keys and values and commits nothing. `taps` are 0-based layers whose output
-        residual stream is wanted, in this order.
+        `arena` is one of `new_arena`: it is written to, and nothing is committed. `taps` are
+        0-based layers whose output residual stream is wanted, in this order.
         """
         ...
 
@@ -49,3 +55,16 @@ class Target(Protocol):
     def head(self, hidden: mx.array) -> mx.array:
         """The head alone on an already normalised hidden state; a draft shares it."""
         ...
+
+
+def check_rope(rope: Any) -> None:
+    """Raises LoadError for positions that depend on more than a row's own.
+
+    Dynamic NTK scaling takes its base from the longest row, so it cannot serve rows of different
+    lengths, and a row's answer would depend on its neighbours.
+    """
+    if type(rope).__name__ == "DynamicNTKScalingRoPE":
+        raise LoadError(
+            "the target uses dynamic NTK rope scaling, which depends on the length of the whole "
+            "batch; it is not supported"
+        )

@@ -1,4 +1,4 @@
-"""Dense attention targets, `llama` and `qwen3`: our layer loop over mlx-lm's own modules.
+"""Pure attention targets, `llama`, `qwen3` and `qwen3_moe`: our layer loop over mlx-lm's modules.
 
 The loop is ours so that taps are read without patching and the cache can be an arena.
 `tests/test_targets.py` holds it bit-equal to calling the model.
@@ -13,11 +13,11 @@ import mlx.nn as nn
 
 from dflash_batch.decoder.arena import Arena, Lens
 from dflash_batch.decoder.errors import LoadError
-from dflash_batch.decoder.targets.base import Forward
+from dflash_batch.decoder.targets.base import Forward, check_rope
 
 
 class DenseTarget:
-    """A stack of pre-norm attention + MLP blocks, every layer full or sliding attention."""
+    """Pre-norm blocks of attention (full or sliding) and an MLP or experts."""
 
     def __init__(self, model: nn.Module, family: str, context_length: int) -> None:
         args: Any = model.args
@@ -35,7 +35,11 @@ class DenseTarget:
         if any(self._sliding) and not self._window:
             raise LoadError("the target has sliding layers but no sliding_window")
         for block in self._blocks:
-            _check_rope(block.self_attn.rope)
+            check_rope(block.self_attn.rope)
+
+    @property
+    def cuttable(self) -> bool:
+        return True
 
     def new_arena(self, lens: Lens) -> Arena:
         return Arena(self.layers, lens)
@@ -65,13 +69,3 @@ class DenseTarget:
         else:
             out = self._model.embed_tokens.as_linear(hidden)
         return out
-
-
-def _check_rope(rope: Any) -> None:
-    # Dynamic NTK scaling takes its base from the longest row, so it cannot serve rows of
-    # different lengths, and a row's answer would depend on its neighbours.
-    if type(rope).__name__ == "DynamicNTKScalingRoPE":
-        raise LoadError(
-            "the target uses dynamic NTK rope scaling, which depends on the length of the whole "
-            "batch; it is not supported"
-        )
