@@ -273,6 +273,13 @@ def test_a_seed_gives_one_text_whatever_the_draft_and_the_batch(
     assert run(decoder, list(range(8))) == plain
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4_text"])
+def test_rejected_drafts_leave_nothing_behind_in_other_families(family: str) -> None:
+    other = make_target(family)
+    alone = {i: run(make_decoder(other, NoDrafter(), max_batch=1), [i])[i] for i in (0, 3, 7)}
+    assert run(make_decoder(other, HeadDrafter(other, 6), max_batch=3), [0, 3, 7]) == alone
+
+
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_by_rejection_a_seed_gives_one_text_whatever_the_batch(target: Any, rows: int) -> None:
     def decoder(rows: int) -> Any:
