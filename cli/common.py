@@ -33,6 +33,11 @@ def common_options(function: _F) -> _F:
     return function
 
 
+def cache_dir_option(function: _F) -> _F:
+    """`--cache-dir DIR`: the place of the prefix cache, which so far lives in memory only."""
+    return _CACHE_DIR(function)
+
+
 def talk(text: str = "") -> None:
     """A line for people, on stderr."""
     click.echo(text, err=True)
@@ -49,6 +54,13 @@ def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         setattr(common, param.name, value)
     if common.no_color or os.environ.get("NO_COLOR"):
         ctx.color = False
+
+
+def _say_unused(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        talk(
+            f"--cache-dir {value}: not used by this version, which keeps shared prefixes in memory"
+        )
 
 
 def _option(*names: str, **settings: Any) -> Callable[[_F], _F]:
@@ -69,4 +81,11 @@ _OPTIONS = (
     _option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
     _option("-v", "--verbose", count=True, help="Say more; twice shows where an error arose."),
     _option("--no-color", is_flag=True, help="No colours. [env: NO_COLOR]"),
+)
+_CACHE_DIR = click.option(
+    "--cache-dir",
+    metavar="DIR",
+    expose_value=False,
+    callback=_say_unused,
+    help="Where the prefix cache is to live. Not used yet: prefixes are kept in memory.",
 )

@@ -11,7 +11,14 @@ from typing import Any
 import click
 
 from dflash_batch.cli import exits
-from dflash_batch.cli.common import Common, common_options, pass_common, printable, talk
+from dflash_batch.cli.common import (
+    Common,
+    cache_dir_option,
+    common_options,
+    pass_common,
+    printable,
+    talk,
+)
 from dflash_batch.cli.intake import read_input
 from dflash_batch.cli.models import DEMO, draft_options, model_ref
 from dflash_batch.cli.run import run
@@ -40,6 +47,7 @@ SHOWN = 4
 )
 @click.option("-o", "--output", metavar="DIR", help="Where files go. [default: demo in --home]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end.")
+@cache_dir_option
 @common_options
 @pass_common
 @click.pass_context

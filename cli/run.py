@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from dflash_batch.cli import exits
-from dflash_batch.cli.common import Common, common_options, pass_common, talk
+from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
 from dflash_batch.cli.intake import (
     SKIP_HINT,
     STDIN,
@@ -70,6 +70,7 @@ class Places:
     help="How long a worker that is silent keeps its rows.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end.")
+@cache_dir_option
 @common_options
 @pass_common
 @click.pass_context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dflash_batch.cli import exits
-from dflash_batch.cli.common import Common, common_options, pass_common, talk
+from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
 from dflash_batch.cli.models import draft_options, model_ref
 from dflash_batch.worker import main as worker_main
 from dflash_batch.worker.home import home_dir
@@ -42,6 +42,7 @@ from dflash_batch.worker.settings import WorkerSettings
     help="How long the queue waits for us when we are silent, before others get our rows.",
 )
 @click.option("--burst", is_flag=True, help="Stop when nothing is left to do.")
+@cache_dir_option
 @common_options
 @pass_common
 @click.pass_context

@@ -36,6 +36,19 @@ _EXTENSIONS = {
 """Third-party keys that change what the draft computes; none is implemented."""
 
 _V2 = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+"""Keys of `dflash_config` that a DFlash 2 draft must have, and a DFlash draft cannot."""
+
+KINDS = ("DFlashDraftModel", "DFlash2DraftModel")
+
+
+@dataclass(frozen=True)
+class SecondGeneration:
+    """What a DFlash 2 draft has on top."""
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
 
 
 @dataclass(frozen=True)
@@ -63,12 +76,13 @@ class DraftConfig:
     softcap: float | None
     embedding_scale: float
     output_multiplier: float
+    second: SecondGeneration | None = None  # of a DFlash 2 draft
 
     @staticmethod
     def parse(config: dict[str, Any]) -> DraftConfig:
         """Read a `config.json`. Raises LoadError that names what is missing or not supported."""
         nested = config.get("dflash_config") or {}
-        _refuse_unknown(config, nested)
+        kind = _kind(config, nested)
 
         def find(name: str, default: Any = None) -> Any:
             return nested.get(name, config.get(name, default))
@@ -111,6 +125,9 @@ class DraftConfig:
             softcap=float(softcap) if softcap else None,
             embedding_scale=float(find("input_embedding_scale", 1.0)),
             output_multiplier=float(find("output_multiplier", 1.0)),
+            second=SecondGeneration(**{name: int(need(name)) for name in sorted(_V2)})
+            if kind == "DFlash2DraftModel"
+            else None,
         )
 
 
@@ -121,18 +138,20 @@ def default_taps(layers: int, target_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (target_layers - 4) / (layers - 1)) for i in range(layers))
 
 
-def _refuse_unknown(config: dict[str, Any], nested: dict[str, Any]) -> None:
-    kinds = config.get("architectures") or ["DFlashDraftModel"]
-    if "DFlash2DraftModel" in kinds or _V2 & set(nested):
-        raise LoadError("this is a DFlash 2 draft, which is not supported yet; use a DFlash draft")
-    if "DFlashDraftModel" not in kinds:
-        raise LoadError(f"this is not a DFlash draft: its config.json says {kinds[0]}")
+def _kind(config: dict[str, Any], nested: dict[str, Any]) -> str:
+    """The draft's architecture; what it cannot have is refused by name."""
+    named = config.get("architectures") or ["DFlashDraftModel"]
+    kind = next((kind for kind in KINDS if kind in named), None)
+    if kind is None:
+        raise LoadError(f"this is not a DFlash draft: its config.json says {named[0]}")
+    known = _NESTED | _V2 if kind == "DFlash2DraftModel" else _NESTED
     set_keys = {k for k, v in config.items() if v not in (None, False)}
-    unknown = sorted((_EXTENSIONS & set_keys) | (set(nested) - _NESTED))
+    unknown = sorted((_EXTENSIONS & set_keys) | (set(nested) - known))
     if unknown:
         raise LoadError(
             "the draft's config.json uses extensions that are not supported: " + ", ".join(unknown)
         )
+    return kind
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

@@ -12,7 +12,8 @@ states; the block's own are written to the same arena right of them and never co
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -94,18 +95,27 @@ class DraftLayer(nn.Module):
 class DraftModel(nn.Module):
     """The parameters of a draft checkpoint, under their public names."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(
+        self, config: DraftConfig, layer: Callable[[DraftConfig], nn.Module] = DraftLayer
+    ) -> None:
         super().__init__()
         h, taps = config.hidden_size, len(config.target_layer_ids)
         self.fc = nn.Linear(taps * h, h, bias=False)
         self.hidden_norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
-        self.layers = [DraftLayer(config) for _ in range(config.num_layers)]
+        self.layers = [layer(config) for _ in range(config.num_layers)]
         self.norm = nn.RMSNorm(h, eps=config.rms_norm_eps)
 
     def fuse(self, features: mx.array) -> mx.array:
         """Target features [R, T, n·h] to context vectors [R, T, h], shared by all layers."""
         fused: mx.array = self.hidden_norm(self.fc(features))
         return fused
+
+
+class Drafted(NamedTuple):
+    """What one forward of a draft says of the k masked positions of each row."""
+
+    hidden: mx.array  # [R, k, h], after the final norm
+    logits: mx.array  # [R, k, vocab]
 
 
 class DFlashDrafter:
@@ -131,11 +141,11 @@ class DFlashDrafter:
         return Arena(self.config.num_layers, lens)
 
     def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
-        logits = self.draft_logits(state, anchor, width, k)
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
+        drafted = self.draft(state, anchor, width, k)
+        return mx.argmax(drafted.logits, axis=-1).astype(mx.int32)
 
-    def draft_logits(self, state: Arena, anchor: mx.array, width: mx.array, k: int) -> mx.array:
-        """Logits [R, k, vocab] of the drafts: same-position prediction, row j for offset j."""
+    def draft(self, state: Arena, anchor: mx.array, width: mx.array, k: int) -> Drafted:
+        """One forward of the draft: same-position prediction, row j for block offset j."""
         config, lens = self.config, state.lens
         lens.open(k + 1)
         masks = mx.full((anchor.shape[0], k), config.mask_token_id, dtype=mx.int32)
@@ -149,12 +159,13 @@ class DFlashDrafter:
         }
         for i, (layer, cache) in enumerate(zip(self.model.layers, state.layers, strict=True)):
             x = layer(x, kinds[config.windows[i], config.causal[i]], cache)
-        logits = self.target.head(self.model.norm(x[:, 1:]))
+        hidden = self.model.norm(x[:, 1:])
+        logits = self.target.head(hidden)
         if config.output_multiplier != 1.0:
             logits = logits * config.output_multiplier
         if config.softcap is not None:
             logits = mx.tanh(logits / config.softcap) * config.softcap
-        return logits
+        return Drafted(hidden, logits)
 
     def commit(
         self, state: Any, tokens: mx.array, features: mx.array | None, keep: mx.array

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -225,6 +225,27 @@ class Decoder:
         over += self._retire()
         now = time.perf_counter()
         return [self._completion(row, now) for row in over if not row.cancelled]
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Decode requests, taken as room comes free, and give each completion as it ends.
+
+        Rows that were added before take part. Leaving the loop early forgets all rows. Raises
+        PromptError at a request that can never run.
+        """
+        source = iter(requests)
+        more = True
+        try:
+            while more or any(self.load()):
+                while more and len(self._waiting) < self._max_batch:
+                    request = next(source, None)
+                    more = request is not None
+                    if request is not None:
+                        self.add(request)
+                yield from self.step()
+        finally:
+            for row in (*self._waiting, *self._rows):
+                if row is not None:
+                    self.cancel(row.request.uid)
 
     def close(self) -> None:
         """Forget all rows and give the memory back."""

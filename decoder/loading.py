@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
 from dflash_batch.decoder import demo, registry
+from dflash_batch.decoder.draft2_model import DFlash2Drafter, Draft2Model
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
 from dflash_batch.decoder.drafters import Drafter, NoDrafter
@@ -211,9 +212,11 @@ def load_dflash(folder: Path, target: Target, block: int | None) -> DFlashDrafte
             f"{folder}: block {block} does not fit; this draft was trained for blocks of "
             f"{config.block_size}, so choose 2 to {config.block_size} (or draft none)"
         )
-    model = DraftModel(config)
+    second = config.second is not None
+    model = Draft2Model(config) if second else DraftModel(config)
     _fill(model, folder / "model.safetensors", target.dtype)
-    return DFlashDrafter(model, config, target, block or config.block_size)
+    drafter = DFlash2Drafter if second else DFlashDrafter
+    return drafter(model, config, target, block or config.block_size)
 
 
 def _fill(model: nn.Module, path: Path, dtype: mx.Dtype) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -82,9 +83,9 @@ def test_default_taps_spread_over_the_target() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+        ({"architectures": ["DFlash2DraftModel"]}, "no conv_group_size"),
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
-        ({"dflash_config": {**BASE["dflash_config"], "selector_rank": 8}}, "DFlash 2"),
+        ({"dflash_config": {**BASE["dflash_config"], "selector_rank": 8}}, "selector_rank"),
         (
             {"dflash_config": {**BASE["dflash_config"], "projector_type": "domino"}},
             "projector_type",
@@ -106,6 +107,20 @@ def test_default_taps_spread_over_the_target() -> None:
 def test_what_cannot_be_honoured_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(LoadError, match=says):
         parse(**changes)
+
+
+def test_the_second_generation() -> None:
+    more = {
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": 4,
+        "selector_top_k": 16,
+    }
+    nested = {**BASE["dflash_config"], **more}
+    second = parse(architectures=["DFlash2DraftModel"], dflash_config=nested).second
+    assert second is not None
+    assert asdict(second) == more
+    assert parse().second is None
 
 
 def test_an_extension_that_is_switched_off_is_no_obstacle() -> None:

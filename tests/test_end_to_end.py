@@ -116,12 +116,11 @@ def test_every_kind_of_row_gets_its_line(tmp_path: Path) -> None:
     ]
     batch = write(tmp_path / "kinds.jsonl", rows)
 
-    out = dflash(
-        tmp_path / "home",
-        *("run", str(batch), "-m", str(VECTORS / "target"), "--draft", "none", "--json"),
-        expect=1,
-    )
+    process = start(tmp_path / "home", "run", str(batch), "-m", str(VECTORS / "target"), "--json")
+    out, err = process.communicate(timeout=240)
 
+    assert process.returncode == 1
+    assert "no draft is known for this target: plain decoding" in err
     summary = json.loads(out)
     assert (summary["ok"], summary["failed"]) == (2, 5)
     good, bad = read(summary["output"]), read(summary["errors"])
@@ -177,8 +176,10 @@ def test_a_worker_killed_in_mid_run_costs_nothing(tmp_path: Path) -> None:
     ]
     batch = write(tmp_path / "k.jsonl", rows)
     out = tmp_path / "k.out.jsonl"
-    words = ("run", str(batch), "-m", str(VECTORS / "target"), "--draft", str(VECTORS / "draft-b4"))
-    words += ("--dtype", "float32", "--max-batch", "4", "--lease-ttl", "2", "--json")
+    words = [
+        *("run", str(batch), "-m", str(VECTORS / "target"), "--draft", str(VECTORS / "draft-b4")),
+        *("--dtype", "float32", "--max-batch", "4", "--lease-ttl", "2", "--json"),
+    ]
 
     first = start(home, *words)
     until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 10)

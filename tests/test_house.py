@@ -66,3 +66,12 @@ def test_importing_the_command_line_and_the_supervisor_loads_no_mlx() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_decoders_public_names_are_all_there() -> None:
+    import dflash_batch.decoder as decoder
+
+    assert decoder.__all__ == sorted(decoder.__all__)
+    assert all(getattr(decoder, name).__name__ == name for name in decoder.__all__)
+    with pytest.raises(AttributeError):
+        decoder.nothing  # noqa: B018

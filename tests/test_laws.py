@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from tiny import (
 )
 
 from dflash_batch.decoder.drafters import NoDrafter
+from dflash_batch.decoder.types import Request
 
 MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4", "qwen3_5")  # one of each kind of loop
 SEEDS = {"qwen3_moe-4bit": 3}  # of models whose texts would otherwise settle on one token
@@ -188,6 +190,30 @@ def test_two_interleaved_prefixes_are_each_computed_once_when_sorted(case: Case)
     done = finish(decoder)
     assert [list(done[i].token_ids) for i in range(8)] == alone
     assert sum(c.prefill_tokens for c in done.values()) == len(a) + len(b) + 8 * 2
+
+
+def test_requests_are_taken_as_room_comes_free(case: Case) -> None:
+    decoder = make_decoder(case.target, case.oracle(4, 0.3), max_batch=2)
+    taken: list[int] = []
+
+    def requests() -> Iterator[Request]:
+        for i in range(8):
+            taken.append(i)
+            yield request(i, case.prompts[i], BUDGETS[i])
+
+    done = decoder.run(requests())
+    first = next(done)
+    assert len(taken) < 8
+    rest = {c.uid: list(c.token_ids) for c in [first, *done]}
+    assert rest == dict(enumerate(case.expected))
+
+
+def test_leaving_a_run_early_forgets_its_rows(case: Case) -> None:
+    decoder = make_decoder(case.target, case.oracle(4, 0.3), max_batch=2)
+    for _ in decoder.run(request(i, case.prompts[i], BUDGETS[i]) for i in range(8)):
+        break
+    assert decoder.step() == []
+    assert decoder.load() == (0, 0)
 
 
 def test_the_width_follows_the_rows_and_is_reported(case: Case) -> None:

@@ -160,8 +160,9 @@ class PrivateWorker:
             match json.loads(line):
                 case {"event": "loading", "share": share}:
                     self.loaded = share
-                case {"event": "ready"}:
+                case {"event": "ready", "draft_notice": notice}:
                     self.is_ready, self.loaded = True, None
+                    news = str(notice) if notice else news
                 case {"event": "engine_died", "reason": str(reason), "hopeless": hopeless}:
                     self.is_ready, self._trouble = False, reason
                     news = news if hopeless else f"the engine died ({reason}); it is started again"

@@ -120,10 +120,11 @@ class Supervisor(RqFace):
                     pass
 
     def _look_around(self) -> None:
-        """Once a second: RQ's commands and suspension, our place in its list, its view."""
+        """Once a second: say how we are; RQ's commands and suspension, its list, its view."""
         if not _due(self._next_look):
             return
         self._next_look = time.monotonic() + _LOOK_S
+        self._queue.announce(self._portrait(), int(self._settings.lease_ttl_s) + 15)
         suspended = self.hear_rq()
         if suspended != self._suspended:
             say("suspended" if suspended else "resumed")
@@ -144,7 +145,6 @@ class Supervisor(RqFace):
         for shard_id, verdict in verdicts.items():
             if verdict != "ok":
                 self._lose(shard_id, verdict)
-        self._queue.announce(self._portrait(), int(self._settings.lease_ttl_s) + 15)
 
     def _commit(self) -> None:
         count = self._holdings.uncommitted
