@@ -29,6 +29,7 @@ class _Forward(NamedTuple):
     window: mx.array  # [R, Kc-1+T, C] the convolution's inputs, the committed ones first
     end: mx.array  # fp32 [R, Hv, Dv, Dk] the state after it
     tape: Any  # the rule's own
+    settled: bool  # it was told what will be kept, and took in no more
 
 
 class DeltaLayer:
@@ -59,17 +60,17 @@ class DeltaLayer:
 
         block = Block(q, k, v, a, b, m.A_log, m.dt_bias)
         y, end, tape = self._rule.run(block, self.state, self._lens.keep)
-        self._last = _Forward(window, end, tape)
+        self._last = _Forward(window, end, tape, self._lens.keep is not None)
         out: mx.array = m.out_proj(m.norm(y, z).reshape(rows, width, -1))
         return out
 
     def commit(self, keep: mx.array) -> None:
         """Move each row's state past the first keep[r] (int32 [R]) tokens of the last forward."""
         assert self._last is not None
-        (window, end, tape), self._last = self._last, None
+        (window, end, tape, settled), self._last = self._last, None
         kept = self.window.shape[1]
-        if self._lens.keep is not None:
-            self.state = end  # the forward took no more than these
+        if settled:
+            self.state = end
         elif window.shape[1] == kept + 1:
             self.state = mx.where((keep > 0)[:, None, None, None], end, self.state)
         else:

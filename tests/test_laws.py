@@ -85,12 +85,13 @@ def test_speculative_equals_plain(case: Case, rows: int, wrong: float, depth: in
 )
 def test_other_models_and_bfloat16_keep_the_law_too(name: str, dtype: mx.Dtype) -> None:
     case = Case(name, dtype)
-    for rows in (1, 5):
-        decoder = make_decoder(case.target, case.oracle(8, 0.2), max_batch=rows)
-        for i in range(8):
-            decoder.add(request(i, case.prompts[i], BUDGETS[i]))
-        done = finish(decoder)
-        assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
+    decoder = make_decoder(case.target, case.oracle(8, 0.2), max_batch=5)
+    for i in range(8):
+        decoder.add(request(i, case.prompts[i], BUDGETS[i]))
+
+    done = finish(decoder)
+
+    assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
