@@ -22,7 +22,7 @@ from dflash_batch.cli.intake import (
 )
 from dflash_batch.cli.models import model_ref
 from dflash_batch.cli.screen import Screen, open_screen
-from dflash_batch.worker.contract import CHAT
+from dflash_batch.worker.contract import CHAT, JobSpec
 from dflash_batch.worker.prefix import Plan, plan
 from dflash_batch.worker.reader import LineError
 
@@ -103,7 +103,7 @@ def _screen(
     if reading.models:
         names = ", ".join(f"{name} ({count:,})" for name, count in reading.models.items())
         yield f"  model           {printable(names[:200])}"
-    yield "  decoding        greedy: temperature 0 where a line names none"
+    yield f"  decoding        {_decoding(reading.rows)}"
     if fit is not None:
         yield (
             f"  prompt tokens   {fit.total:,}   p50 {fit.p50:,}   max {fit.largest:,}   "
@@ -113,6 +113,15 @@ def _screen(
     yield f"  shared prefix   {planned.shared_share:.0%} of the prompt text, in {groups}"
     for warning in reading.warnings:
         yield f"  warning         {printable(warning)}"
+
+
+def _decoding(rows: list[JobSpec]) -> str:
+    sampled = sum(row.temperature > 0 for row in rows)
+    choices = sum(row.n * len(row.prompts or [None]) for row in rows)
+    text = "greedy: temperature 0 where a line names none"
+    if sampled:
+        text = f"{sampled:,} sampled, {len(rows) - sampled:,} greedy (temperature 0 or none named)"
+    return text if choices == len(rows) else f"{text} · {choices:,} choices"
 
 
 def _endpoints(intake: Intake) -> dict[str, int]:

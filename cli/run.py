@@ -94,7 +94,7 @@ def command(
     """Run FILE from start to end, with a worker of its own.
 
     Results are written as they come. Whatever happens, running the same command again continues
-    where it stopped; --new starts over. Decoding is greedy.
+    where it stopped; --new starts over. Decoding is greedy unless a request names a temperature.
 
     \b
     Example: dflash-batch run batch.jsonl -m Qwen/Qwen3-4B

@@ -89,7 +89,7 @@ def _prefixes(totals: Totals, shared_share: float | None) -> str:
 
 def _settings(facts: dict[str, Any]) -> str:
     """`facts` may come from another version: what is not there is left out."""
-    parts = ["greedy (temperature 0)"]
+    parts = ["greedy (temperature 0)" if facts.get("seed") is None else "sampled"]
     draft = facts.get("draft")
     if draft:
         parts.append(f"draft {draft}, block {facts.get('block', '?')}")

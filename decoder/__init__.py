@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dflash_batch.decoder.engine import Decoder
     from dflash_batch.decoder.errors import DecoderError, LoadError, PromptError
     from dflash_batch.decoder.loading import load_decoder
-    from dflash_batch.decoder.types import Completion, LoadSpec, ModelInfo, Request
+    from dflash_batch.decoder.types import Completion, LoadSpec, ModelInfo, Request, Sampling
 
 __all__ = [
     "Completion",
@@ -31,12 +31,13 @@ __all__ = [
     "ModelInfo",
     "PromptError",
     "Request",
+    "Sampling",
     "load_decoder",
 ]
 
 _MODULES = {"Decoder": "engine", "load_decoder": "loading"}
 _MODULES |= dict.fromkeys(["DecoderError", "LoadError", "PromptError"], "errors")
-_MODULES |= dict.fromkeys(["Completion", "LoadSpec", "ModelInfo", "Request"], "types")
+_MODULES |= dict.fromkeys(["Completion", "LoadSpec", "ModelInfo", "Request", "Sampling"], "types")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from dflash_batch.decoder.acceptance import accept_greedy
+from dflash_batch.decoder.acceptance import Rule, accept
 from dflash_batch.decoder.arena import Lens, RowState
 from dflash_batch.decoder.drafters import Drafter, DrafterState
+from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
 
 
@@ -24,6 +25,7 @@ class Slots:
         self.lens = Lens(rows)
         self.arena: RowState = target.new_arena(self.lens)
         self.draft: DrafterState = drafter.new_state(self.lens)
+        self.sampler = Sampler(rows, target.vocab_size)
         self.anchor = mx.zeros((rows,), dtype=mx.int32)
         self.remaining = mx.zeros((rows,), dtype=mx.int32)  # 0: the row is idle
 
@@ -44,6 +46,7 @@ class Slots:
         self.lens.select(index)
         self.arena.select(index)
         self.draft.select(index)
+        self.sampler.select(rows)
         self.anchor, self.remaining = self.anchor[index], self.remaining[index]
 
 
@@ -52,30 +55,38 @@ class Verdict(NamedTuple):
 
     chosen: mx.array  # [R, k+1]; the first keep[r] are row r's new tokens
     keep: mx.array  # [R]
-    accepted: mx.array  # [R] drafts that agreed
+    accepted: mx.array  # [R] drafts that stand
     width: mx.array  # [R] the row's block length
     drafts: mx.array  # [R, k]; the first width[r]-1 are row r's
 
 
-def cycle(slots: Slots, target: Target, drafter: Drafter, k: int) -> Verdict:
-    """Draft up to k tokens for every row, verify them in one forward, keep what stands."""
+def cycle(
+    slots: Slots, target: Target, drafter: Drafter, k: int, rule: Rule
+) -> tuple[Verdict, mx.array]:
+    """Draft up to k tokens for every row, verify them in one forward, keep what stands.
+
+    Returns also the target's logits [R, k+1, V], for those who show them.
+    """
     # A row never drafts past its budget: its block is as short as what it may still emit.
     width = mx.minimum(slots.remaining + 1, k + 1)
-    drafts = drafter.propose(slots.draft, slots.anchor, width, k)
+    proposal = drafter.propose(slots.draft, slots.anchor, width, k)
+    drafts = rule.draft(proposal, slots.sampler, slots.lens.offset)
 
-    block = mx.concatenate([slots.anchor[:, None], drafts], axis=1)
+    block = mx.concatenate([slots.anchor[:, None], drafts.tokens], axis=1)
     slots.lens.open(k + 1)
     seen = target.forward(block, slots.arena, drafter.spec.taps)
-    chosen = mx.argmax(target.logits(seen.hidden), axis=-1).astype(mx.int32)
+    logits = target.logits(seen.hidden)
 
-    keep, accepted = accept_greedy(drafts, chosen, width, slots.remaining)
+    chosen, stands = rule.judge(logits, drafts, width, slots.sampler, slots.lens.offset)
+    keep, accepted = accept(stands, width, slots.remaining)
     drafter.commit(slots.draft, block, seen.features, keep)
     slots.arena.commit(keep)
     slots.lens.advance(keep)
+    slots.sampler.take(chosen, keep)
     newest = mx.take_along_axis(chosen, mx.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
     slots.anchor = mx.where(keep > 0, newest, slots.anchor)
     slots.remaining = slots.remaining - keep
-    return Verdict(chosen, keep, accepted, width, drafts)
+    return Verdict(chosen, keep, accepted, width, drafts.tokens), logits
 
 
 def prefill(
@@ -83,7 +94,7 @@ def prefill(
 ) -> mx.array:
     """Run one chunk of prompt tokens, int32 [R, T], of which the first count[r] are row r's.
 
-    Returns the target's argmax after the last of them, int32 [R] (of no meaning where count is 0).
+    Returns the target's logits after the last of them, [R, V] (of no meaning where count is 0).
     """
     slots.lens.open(tokens.shape[1], keep=count)
     seen = target.forward(tokens, slots.arena, drafter.spec.taps)
@@ -92,4 +103,4 @@ def prefill(
     drafter.commit(slots.draft, tokens, seen.features, count)
     slots.arena.commit(count)
     slots.lens.advance(count)
-    return mx.argmax(target.logits(hidden)[:, 0], axis=-1).astype(mx.int32)
+    return target.logits(hidden)[:, 0]

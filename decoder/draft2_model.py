@@ -16,6 +16,7 @@ import mlx.nn as nn
 from dflash_batch.decoder.arena import LayerKV
 from dflash_batch.decoder.draft_config import DraftConfig, SecondGeneration
 from dflash_batch.decoder.draft_model import DFlashDrafter, DraftLayer, DraftModel
+from dflash_batch.decoder.drafters import Proposal
 
 
 def _second(config: DraftConfig) -> SecondGeneration:
@@ -109,9 +110,13 @@ class Draft2Model(DraftModel):
 
 
 class DFlash2Drafter(DFlashDrafter):
-    """A DFlash drafter whose drafts are chosen by the selector."""
+    """A DFlash drafter whose drafts are chosen by the selector.
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+    Each choice depends on the one before, so there are no logits to draw from position by
+    position: a row that samples is offered the most likely drafts as well.
+    """
+
+    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         drafted = self.draft(state, anchor, width, k)
-        drafts: mx.array = self.model.candidate_selector(anchor, drafted.hidden, drafted.logits)
-        return drafts
+        selector = self.model.candidate_selector
+        return Proposal(selector(anchor, drafted.hidden, drafted.logits))

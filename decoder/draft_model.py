@@ -21,7 +21,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_batch.decoder.arena import Arena, LayerKV, Lens
 from dflash_batch.decoder.draft_config import DraftConfig
-from dflash_batch.decoder.drafters import DrafterSpec
+from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.targets.base import Target
 
 
@@ -140,9 +140,9 @@ class DFlashDrafter:
     def new_state(self, lens: Lens) -> Arena:
         return Arena(self.config.num_layers, lens)
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
-        drafted = self.draft(state, anchor, width, k)
-        return mx.argmax(drafted.logits, axis=-1).astype(mx.int32)
+    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
+        logits = self.draft(state, anchor, width, k).logits
+        return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), logits)
 
     def draft(self, state: Arena, anchor: mx.array, width: mx.array, k: int) -> Drafted:
         """One forward of the draft: same-position prediction, row j for block offset j."""

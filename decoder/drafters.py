@@ -7,7 +7,7 @@ verification, acceptance, lengths and the target's cache; it decides how many to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -22,6 +22,13 @@ class DrafterSpec:
     taps: tuple[int, ...] = ()  # target layers whose output it reads, in this order
     max_k: int = 0  # most drafts a cycle
     bytes_per_token: int = 0  # of its own state, for admission
+
+
+class Proposal(NamedTuple):
+    """What a drafter proposes for the positions after the anchor."""
+
+    tokens: mx.array  # int32 [R, k]: the most likely ones
+    logits: mx.array | None = None  # [R, k, V], where the drafter has them: rows that sample draw
 
 
 class DrafterState(Protocol):
@@ -53,8 +60,8 @@ class Drafter(Protocol):
         """Empty state for the rows of `lens`."""
         ...
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
-        """Drafts int32 [R, k] for the positions after `anchor` (int32 [R]).
+    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
+        """k drafts for the positions after `anchor` (int32 [R]).
 
         `width` int32 [R] is each row's own block length, 1 … k+1: drafts from `width - 1` on are
         ignored, and must not influence the others. The committed part of the state stays as it is.
@@ -98,9 +105,9 @@ class NoDrafter:
     def new_state(self, lens: Lens) -> _Nothing:
         return _Nothing()
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         assert k == 0
-        return mx.zeros((anchor.shape[0], 0), dtype=mx.int32)
+        return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
 
     def commit(
         self, state: Any, tokens: mx.array, features: mx.array | None, keep: mx.array

@@ -17,14 +17,25 @@ import jinja2
 import mlx.core as mx
 import numpy as np
 
+from dflash_batch.decoder.acceptance import Coupled, Greedy, Rule
 from dflash_batch.decoder.cycle import Slots, Verdict, cycle
-from dflash_batch.decoder.drafters import Drafter
+from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.prefill import Prefiller
+from dflash_batch.decoder.logprobs import Shown, show
+from dflash_batch.decoder.prefill import Prefiller, Staged
 from dflash_batch.decoder.prefix import Tokens
+from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
-from dflash_batch.decoder.text import StopStrings, cut
-from dflash_batch.decoder.types import Completion, FinishReason, Load, ModelInfo, Request
+from dflash_batch.decoder.text import Detokenizer, StopStrings, cut
+from dflash_batch.decoder.types import (
+    Candidate,
+    Completion,
+    FinishReason,
+    Load,
+    ModelInfo,
+    Request,
+    TokenLogprob,
+)
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts the arena is made for: few shapes, little idle width."""
@@ -57,6 +68,7 @@ class _Row:
     accepted: int = 0
     emitted_per_cycle: list[int] = field(default_factory=list)
     drafted_per_cycle: list[tuple[int, ...]] = field(default_factory=list)
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -83,6 +95,15 @@ class _Row:
                 return n
         return len(tokens)
 
+    def show(self, shown: Shown, slot: int, count: int) -> None:
+        """Note the log probabilities of the `count` tokens just taken, if they are wanted."""
+        if self.request.logprobs is None:
+            return
+        chosen, ids, values = (np.array(a[slot, :count]) for a in shown)
+        for own, others, logs in zip(chosen, ids, values, strict=True):
+            top = list(zip(others.tolist(), logs.tolist(), strict=True))
+            self.logprobs.append((float(own), top[: self.request.logprobs]))
+
 
 class _Flight(NamedTuple):
     """A cycle on its way: whose slot was whose when it was launched."""
@@ -90,11 +111,14 @@ class _Flight(NamedTuple):
     rows: list[_Row | None]
     tokens: int  # per row, anchor included
     verdict: Verdict
+    shown: Shown | None  # while some row wants log probabilities
 
 
 class Decoder:
-    """Decodes rows in batch, greedily. A row's tokens do not depend on its neighbours.
+    """Decodes rows in batch, each with its own sampling. A row does not depend on its neighbours.
 
+    `sampling` is the rule for batches in which some row samples. With `Coupled` a seed gives the
+    same text whatever the drafts; with `Rejection` it does for one draft and block length.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -108,6 +132,7 @@ class Decoder:
         tokenizer: Any = None,
         max_batch: int = 16,
         depth: int | None = None,
+        sampling: Rule | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -118,6 +143,7 @@ class Decoder:
         self._max_batch = max_batch
         self._gpu = mx.default_device() == mx.gpu
         self._depth = int(self._gpu) if depth is None else depth
+        self._greedy, self._sampling = Greedy(), sampling or Coupled()
         self._waiting: deque[_Row] = deque()
         self._prefiller = Prefiller(target, drafter)
         self._slots = Slots(1, target, drafter)
@@ -268,9 +294,17 @@ class Decoder:
         self._slots.lens.bound = max(row.committed for row in live) + sum(
             flight.tokens for flight in self._flights
         )
-        verdict = cycle(self._slots, self._target, self._drafter, k)
-        mx.async_eval(*verdict, self._slots.lens.offset, self._slots.anchor, self._slots.remaining)
-        return _Flight(list(self._rows), k + 1, verdict)
+        rule = self._rule(self._slots.sampler)
+        verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule)
+        shown = show(logits, verdict.chosen) if _asked(live) else None
+        mx.async_eval(
+            *(*verdict, *(shown or ())),
+            *(self._slots.lens.offset, self._slots.anchor, self._slots.remaining),
+        )
+        return _Flight(list(self._rows), k + 1, verdict, shown)
+
+    def _rule(self, sampler: Sampler) -> Rule:
+        return self._greedy if sampler.plain else self._sampling
 
     def _land(self, flight: _Flight) -> None:
         chosen, keep, accepted, width, drafts = (np.array(a) for a in flight.verdict)
@@ -278,6 +312,8 @@ class Decoder:
             if row is None or row.over:
                 continue
             kept = row.take(chosen[slot, : keep[slot]].tolist())
+            if flight.shown is not None:
+                row.show(flight.shown, slot, kept)
             row.cycles += 1
             row.drafted += int(width[slot]) - 1
             row.accepted += min(kept, int(accepted[slot]))
@@ -292,6 +328,7 @@ class Decoder:
             if row is not None and row.over:
                 self._rows[slot] = None
                 self._slots.place(slot, length=0, anchor=0, remaining=0)
+                self._slots.sampler.clear(slot)
         live = sum(row is not None for row in self._rows)
         if not live:
             self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
@@ -317,6 +354,8 @@ class Decoder:
             prefill_ms=1e3 * (row.first - row.started),
             ttft_ms=1e3 * (row.first - row.added),
             decode_ms=1e3 * (now - row.first),
+            seed=request.sampling.seed if request.sampling.random else None,
+            logprobs=None if request.logprobs is None else self._logprobs(row),
             emitted_per_cycle=tuple(row.emitted_per_cycle) if request.trace else None,
             drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,
         )
@@ -328,6 +367,23 @@ class Decoder:
         ids = row.tokens[:-1] if row.tokens[-1] in row.stops else row.tokens
         return cut(self._tokenizer.decode(ids, skip_special_tokens=True), row.request.stop)
 
+    def _logprobs(self, row: _Row) -> tuple[TokenLogprob, ...]:
+        pieces = Detokenizer(self._tokenizer) if self._tokenizer is not None else None
+        offset, logprobs = 0, []
+        for token, (own, top) in zip(row.tokens, row.logprobs, strict=True):
+            others = tuple(Candidate(other, self._piece(other), log) for other, log in top)
+            chosen = Candidate(token, self._piece(token), own)
+            logprobs.append(TokenLogprob(chosen, others, offset))
+            offset += len(pieces.push(token)) if pieces is not None else 0
+        return tuple(logprobs)
+
+    def _piece(self, token: int) -> str:
+        """A token as text; by its number where there is no tokenizer."""
+        if self._tokenizer is None:
+            return f"token_id:{token}"
+        piece: str = self._tokenizer.decode([token])
+        return piece
+
     # Admission
 
     def _admit(self) -> list[_Row]:
@@ -338,13 +394,33 @@ class Decoder:
             group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
             started = time.perf_counter()
             staged = self._prefiller.run(at_hand[: len(group)], at_hand[len(group) :])
+            first, shown = self._first(group, staged)
             now = time.perf_counter()
             for i, row in enumerate(group):
                 row.started, row.first, row.computed = started, now, staged.computed[i]
-                row.take([int(staged.first[i])])
+                row.take([first[i]])
+                if shown is not None:
+                    row.show(shown, i, 1)
             over += [row for row in group if row.over]
             self._seat([(row, i) for i, row in enumerate(group) if not row.over], staged.slots)
         return over
+
+    def _first(self, group: list[_Row], staged: Staged) -> tuple[list[int], Shown | None]:
+        """The first token of each row: a block without drafts, behind the prompt's last token."""
+        sampler = staged.slots.sampler
+        for i, row in enumerate(group):
+            sampler.place(i, row.request.sampling, row.request.prompt, ())
+        none = mx.zeros((len(group), 0), dtype=mx.int32)
+        rule = self._rule(sampler)
+        judged = rule.judge(
+            staged.logits[:, None],
+            rule.draft(Proposal(none), sampler, staged.slots.lens.offset - 1),
+            mx.ones((len(group),), dtype=mx.int32),
+            sampler,
+            staged.slots.lens.offset - 1,
+        )
+        shown = show(staged.logits[:, None], judged.chosen) if _asked(group) else None
+        return [int(token) for token in np.array(judged.chosen[:, 0])], shown
 
     def _free(self) -> int:
         return self._max_batch - sum(row is not None for row in self._rows)
@@ -360,6 +436,7 @@ class Decoder:
             self._slots.arena.load(slot, source.arena.snapshot(i, length))
             self._slots.draft.load(slot, source.draft.snapshot(i, length))
             self._slots.place(slot, length=length, anchor=row.tokens[-1], remaining=row.left)
+            self._slots.sampler.place(slot, row.request.sampling, row.request.prompt, row.tokens)
             self._rows[slot] = row
 
     def _resize(self, width: int) -> None:
@@ -369,6 +446,11 @@ class Decoder:
         self._rows = [self._rows[slot] for slot in live] + [None] * (width - len(live))
         for slot in range(len(live), width):
             self._slots.place(slot, length=0, anchor=0, remaining=0)
+            self._slots.sampler.clear(slot)
+
+
+def _asked(rows: Sequence[_Row]) -> bool:
+    return any(row.request.logprobs is not None for row in rows)
 
 
 def _width(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""Prefill: prompts in, staged rows and first tokens out, the shared prefix computed once."""
+"""Prefill: prompts in, staged rows and logits out, the shared prefix computed once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from dflash_batch.decoder.arena import column_step
 from dflash_batch.decoder.cycle import Slots, prefill
@@ -34,7 +33,7 @@ class Staged(NamedTuple):
     """Prompts that have been run: row i of `slots` is prompt i, not live yet."""
 
     slots: Slots
-    first: npt.NDArray[np.int32]  # [n] the target's token after each prompt
+    logits: mx.array  # [n, V]: the target's, after each prompt
     computed: list[int]  # prompt tokens run for each, a newly held prefix counted on the first
 
 
@@ -74,10 +73,10 @@ class Prefiller:
         held_now = self._hold([*prompts, *waiting])
         starts = [self._start(prompt) for prompt in prompts]
         slots = Slots(len(prompts), self._target, self._drafter)
-        first = self._forward(slots, starts, prompts)
+        logits = self._forward(slots, starts, prompts)
         computed = [len(p) - start.length for p, start in zip(prompts, starts, strict=True)]
         computed[0] += held_now
-        return Staged(slots, first, computed)
+        return Staged(slots, logits, computed)
 
     def forget(self) -> None:
         """Give the held prefixes back."""
@@ -123,7 +122,7 @@ class Prefiller:
 
     def _forward(
         self, slots: Slots, starts: Sequence[_Start], prompts: Sequence[Tokens]
-    ) -> npt.NDArray[np.int32]:
+    ) -> mx.array:
         """Run the rest of each prompt behind its start, in ragged chunks.
 
         row 0   [held ········][rest ·····]
@@ -137,7 +136,7 @@ class Prefiller:
                 slots.arena.load(row, held.target.first(base))
                 slots.draft.load(row, held.draft.first(base))
         slots.lens.offset = mx.array(bases, dtype=mx.int32)
-        first = np.zeros(len(rests), dtype=np.int32)
+        logits: mx.array | None = None
         longest = max(map(len, rests))
         for done in range(0, longest, CHUNK):
             width = _padded(min(CHUNK, longest - done))
@@ -151,9 +150,11 @@ class Prefiller:
                 base + min(done, len(rest)) for base, rest in zip(bases, rests, strict=True)
             )
             after = prefill(slots, self._target, self._drafter, mx.array(tokens), mx.array(count))
-            mx.eval(after, slots.lens.offset, *slots.arena.arrays())
-            first = np.where(count > 0, np.array(after), first)
-        return first
+            ran = mx.array(count > 0)[:, None]
+            logits = after if logits is None else mx.where(ran, after, logits)
+            mx.eval(logits, slots.lens.offset, *slots.arena.arrays())
+        assert logits is not None
+        return logits
 
 
 def _padded(width: int) -> int:

@@ -42,8 +42,50 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How a row chooses its tokens; the defaults are greedy. `sampling.py` says what each does."""
+
+    temperature: float = 0.0  # 0: the most likely token
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
+    seed: int = 0
+    choice: int = 0  # which of several answers of one seed: each has its own random numbers
+
+    def __post_init__(self) -> None:
+        if not (self.temperature >= 0 and self.repetition_penalty > 0 and self.top_k >= 0):
+            raise ValueError("temperature or top_k below 0, or a repetition penalty not above 0")
+        if not (0 <= self.top_p <= 1 and 0 <= self.min_p <= 1):
+            raise ValueError("top_p and min_p lie between 0 and 1")
+
+    @property
+    def random(self) -> bool:
+        """Whether tokens are drawn at all."""
+        return self.temperature > 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens depend on how often they have come before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether unlikely tokens are never drawn."""
+        return self.random and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each token is simply the target's most likely one."""
+        return not (self.random or self.penalised or self.logit_bias)
+
+
+@dataclass(frozen=True)
 class Request:
-    """One row to decode greedily. `uid` is the caller's name for it, unique while it is in."""
+    """One row to decode. `uid` is the caller's name for it, unique while it is in."""
 
     uid: int
     prompt: tuple[int, ...]
@@ -52,12 +94,30 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     trace: bool = False
+    sampling: Sampling = Sampling()
+    logprobs: int | None = None  # alternatives wanted with each token's log p; None: no log p
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("an empty prompt cannot be decoded")
         if self.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+
+
+class Candidate(NamedTuple):
+    """A token that could stand at a place."""
+
+    token: int
+    text: str  # of the token alone
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """An emitted token, and what else was likely at its place."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]  # the most likely first
+    offset: int  # characters of text before it
 
 
 @dataclass(frozen=True)
@@ -79,6 +139,8 @@ class Completion:
     prefill_ms: float
     ttft_ms: float  # admission to first token
     decode_ms: float
+    seed: int | None = None  # of its sampling, if tokens were drawn
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if asked for
     emitted_per_cycle: tuple[int, ...] | None = field(default=None)  # with trace only
     drafted_per_cycle: tuple[tuple[int, ...], ...] | None = field(default=None)
 

@@ -25,7 +25,7 @@ BAD: list[tuple[Any, str]] = [
     (line("b9") | {"method": "GET"}, "invalid_value"),
     (line("b10") | {"url": "/v1/embeddings"}, "unsupported_endpoint"),
     (line("b11") | {"url": TEXT}, "mismatched_endpoint"),
-    (line("b12", temperature=0.7), "unsupported_parameter"),
+    (line("b12", stream=True), "unsupported_parameter"),
     (line("b13", max_tokens=0), "invalid_value"),
     ("[" * 100_000, "invalid_json_line"),
 ]
@@ -90,6 +90,13 @@ def test_what_a_good_file_holds(tmp_path: Path) -> None:
     assert "model           m (8)" in result.stdout
     assert "87% of the prompt text, in 1 group" in result.stdout
     assert result.stderr == ""
+
+
+def test_what_will_be_sampled_is_said(tmp_path: Path) -> None:
+    lines = [line("a"), line("b", temperature=0.7, n=3), line("c", temperature=0)]
+    path = write_lines(tmp_path / "mixed.jsonl", [dict(item, model="m") for item in lines])
+    result = invoke("check", path)
+    assert "1 sampled, 2 greedy (temperature 0 or none named) · 5 choices" in result.stdout
 
 
 def test_stdin_is_read(tmp_path: Path) -> None:

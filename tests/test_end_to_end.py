@@ -104,6 +104,41 @@ def test_the_interoperability_vectors_through_the_command_line(
     )
 
 
+def test_sampled_rows_have_one_text_a_seed_with_any_draft_and_batch(tmp_path: Path) -> None:
+    body = {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "temperature": 1.2}
+    rows: list[dict[str, Any]] = [
+        {"custom_id": "a", "body": {**body, "prompt": [1, 2, 3], "seed": 7, "n": 3, "top_p": 0.9}},
+        {"custom_id": "b", "body": {**body, "prompt": [[5, 4], [9]], "frequency_penalty": 1}},
+        {"custom_id": "c", "body": {**body, "prompt": [1, 2, 3], "temperature": 0}},
+        {"custom_id": "d", "body": {**body, "prompt": [8], "logit_bias": {"11": 100}, "seed": 0}},
+    ]
+    model = ("-m", str(VECTORS / "target"), "--dtype", "float32", "--json")
+    home = tmp_path / "home"
+
+    first = dflash(home, "run", str(write(tmp_path / "1.jsonl", rows)), *model, "--draft", "none")
+    bodies = {name: row["response"]["body"] for name, row in read(tmp_path / "1.out.jsonl").items()}
+    texts = {name: [c["token_ids"] for c in body["choices"]] for name, body in bodies.items()}
+
+    assert json.loads(first)["ok"] == 4
+    assert [c["index"] for c in bodies["a"]["choices"]] == [0, 1, 2]
+    assert len({tuple(text) for text in texts["a"]}) == 3
+    assert bodies["a"]["usage"]["prompt_tokens"] == 3
+    assert bodies["a"]["usage"]["completion_tokens"] == 36
+    assert texts["d"] == [[11] * 12]
+    assert bodies["a"]["dflash"]["seed"] == 7
+    assert "seed" not in bodies["c"]["dflash"]
+
+    # The seed that was drawn for b is in its result: with it, the text comes again.
+    rows[1]["body"]["seed"] = bodies["b"]["dflash"]["seed"]
+    draft = ("--draft", str(VECTORS / "draft-b8"), "--max-batch", "3")
+    dflash(home, "run", str(write(tmp_path / "2.jsonl", rows)), *model, *draft)
+    again = read(tmp_path / "2.out.jsonl")
+    assert texts == {
+        name: [c["token_ids"] for c in row["response"]["body"]["choices"]]
+        for name, row in again.items()
+    }
+
+
 def test_every_kind_of_row_gets_its_line(tmp_path: Path) -> None:
     rows = [
         {"custom_id": "ids", "body": {"prompt": [1, 2, 3], "max_tokens": 4}},

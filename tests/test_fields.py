@@ -60,7 +60,20 @@ def test_null_is_the_same_as_absent(name: str) -> None:
         ({"stop": []}, {"stop": []}),
         ({"stop_token_ids": [0, 2**31 - 1]}, {"stop_token_ids": [0, 2**31 - 1]}),
         ({"ignore_eos": True}, {"ignore_eos": True}),
-        ({"seed": -5}, {"seed": -5}),
+        ({"temperature": 0.5, "seed": -5}, {"temperature": 0.5, "seed": -5}),
+        ({"temperature": 1, "top_p": 0.5}, {"temperature": 1.0, "top_p": 0.5}),
+        ({"temperature": 2, "top_k": 40}, {"temperature": 2.0, "top_k": 40}),
+        ({"temperature": 1, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
+        ({"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0}, {"temperature": 1.0}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
+        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        ({"logit_bias": {"50256": -100, "7": 0.5}}, {"logit_bias": {50256: -100.0, 7: 0.5}}),
+        ({"n": 128}, {"n": 128}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
+        ({"n": 3, "best_of": 3}, {"n": 3}),
         ({"return_token_ids": True}, {"return_token_ids": True}),
         ({"dflash_trace": True}, {"trace": True}),
     ],
@@ -181,7 +194,7 @@ INERT = [
 def test_fields_that_cannot_change_greedy_text_are_counted(name: str, value: Any) -> None:
     body = chat(**{name: value})
     assert body.ignored == [name]
-    assert set(body.values) <= {"messages", "seed"}
+    assert set(body.values) <= {"messages", name}
 
 
 NEUTRAL = [
@@ -225,18 +238,7 @@ def test_neutral_values_pass_without_a_word(name: str, value: Any) -> None:
 
 
 UNSUPPORTED = [
-    ("temperature", 0.7),
-    ("temperature", 1),
-    ("n", 2),
     ("best_of", 3),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("logit_bias", {"50256": -100}),
-    ("logprobs", True),
-    ("logprobs", 0),
-    ("logprobs", 5),
-    ("top_logprobs", 3),
     ("prompt_logprobs", 0),
     ("echo", True),
     ("suffix", "end"),
@@ -280,6 +282,24 @@ INVALID = [
     ("max_tokens", 2**31),
     ("max_completion_tokens", "9"),
     ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("n", 129),
+    ("best_of", 0),
+    ("logprobs", 0),
+    ("logprobs", 5),
+    ("logprobs", "yes"),
+    ("top_logprobs", 3),
+    ("top_logprobs", 21),
+    ("top_logprobs", True),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"4294967296": 1}),
+    ("logit_bias", {"5": "1"}),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", {"5": 101}),
     ("temperature", False),
     ("temperature", "0"),
     ("n", 0),
@@ -325,6 +345,28 @@ def test_values_of_the_wrong_type_or_range(name: str, value: Any) -> None:
 
 def test_all_problems_of_a_body_are_reported_at_once() -> None:
     with pytest.raises(BodyError) as caught:
-        chat(messages=[], n=3, stop="", junk=1)
+        chat(messages=[], n=0, stop="", junk=1)
     names = [problem.param for problem in caught.value.problems]
     assert names == ["messages", "n", "stop", "junk"]
+
+
+def test_best_of_may_only_repeat_n() -> None:
+    problem = refusal(n=3, best_of=2)
+    assert (problem.code, problem.param) == (ErrorCode.INVALID_VALUE, "best_of")
+
+
+def test_all_prompts_together_have_a_limit_of_choices() -> None:
+    assert text(["a"] * 16, n=128).values["n"] == 128
+    with pytest.raises(BodyError) as caught:
+        text(["a"] * 17, n=128)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.param) == (ErrorCode.INVALID_VALUE, "n")
+
+
+def test_logprobs_of_a_completion_is_a_number() -> None:
+    assert text("a", logprobs=5).values["logprobs"] == 5
+    assert text("a", logprobs=0).values["logprobs"] == 0
+    for wrong in ({"logprobs": 6}, {"logprobs": True}, {"logprobs": 2, "top_logprobs": 2}):
+        with pytest.raises(BodyError) as caught:
+            text("a", **wrong)
+        assert [problem.code for problem in caught.value.problems] == [ErrorCode.INVALID_VALUE]

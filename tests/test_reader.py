@@ -232,13 +232,10 @@ def test_ids_are_compared_by_code_points() -> None:
 
 
 def test_an_error_carries_the_id_of_its_line_and_all_its_problems() -> None:
-    error = error_of(line("q", body=BODY | {"temperature": 0.7, "n": 0}))
+    error = error_of(line("q", body=BODY | {"temperature": 2.5, "n": 0}))
     assert error.custom_id == "q"
-    assert (error.code, error.param) == (ErrorCode.UNSUPPORTED_PARAMETER, "temperature")
-    assert error.message == (
-        "temperature above 0 is not supported yet: only greedy decoding (0) is; "
-        "n must be at least 1"
-    )
+    assert (error.code, error.param) == (ErrorCode.INVALID_VALUE, "temperature")
+    assert error.message == ("temperature must be between 0 and 2; n must be between 1 and 128")
 
 
 def test_a_line_without_a_model_is_wrong_only_among_lines_that_name_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.types import Completion, ModelInfo
+from dflash_batch.decoder.types import Candidate, Completion, ModelInfo, Sampling, TokenLogprob
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import CHAT, TEXT, JobSpec, RowResult, RowStatus
 
@@ -103,6 +103,52 @@ def test_a_text_row_is_a_request_for_each_prompt_and_has_the_room_that_is_left()
     ]
 
 
+def test_choices_are_numbered_through_prompts_and_each_samples_on_its_own() -> None:
+    settings: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+    }
+    row = text("a", "b", n=2, seed=-9, logit_bias={4: 1.5}, **settings)
+    requests = rows.requests(row, Encoder(), 5)
+    assert [(r.uid, r.prompt) for r in requests] == [(5, (10,)), (6, (10,)), (7, (11,)), (8, (11,))]
+    assert [r.sampling for r in requests] == [
+        Sampling(**settings, logit_bias=((4, 1.5),), seed=-9, choice=choice) for choice in range(4)
+    ]
+
+
+def test_without_a_seed_a_row_draws_one_for_all_its_choices() -> None:
+    row = chat(temperature=1.0, n=3)
+    seeds = [{r.sampling.seed for r in rows.requests(row, Encoder(), 0)} for _ in range(2)]
+    assert [len(drawn) for drawn in seeds] == [1, 1]
+    assert seeds[0] != seeds[1]
+    assert all(0 <= seed < 2**53 for drawn in seeds for seed in drawn)
+
+
+def test_n_choices_count_their_prompt_once_and_tell_the_seed() -> None:
+    row = chat(n=2, temperature=1.0)
+    first = completion(0, prefill_tokens=10, cached_tokens=0, seed=77)
+    second = completion(1, prefill_tokens=1, cached_tokens=9, seed=77, text="yo")
+    result = answer(row, [first, second])
+    assert result.response is not None
+    body = result.response["body"]
+    assert [c["message"]["content"] for c in body["choices"]] == ["hi", "yo"]
+    assert [c["index"] for c in body["choices"]] == [0, 1]
+    assert body["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 6,
+        "total_tokens": 16,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert body["dflash"]["seed"] == 77
+    assert RowResult.unpacked(result.packed()) == result
+
+
 @pytest.mark.parametrize(
     ("row", "code", "param"),
     [
@@ -111,6 +157,7 @@ def test_a_text_row_is_a_request_for_each_prompt_and_has_the_room_that_is_left()
         (text("a", []), "invalid_value", "prompt"),
         (text([99, 100]), "invalid_value", "prompt"),
         (text([-1]), "invalid_value", "prompt"),
+        (text([1], logit_bias={100: 1.0}), "invalid_value", "logit_bias"),
     ],
 )
 def test_a_prompt_that_cannot_be_used_says_which_field(row: JobSpec, code: str, param: str) -> None:
@@ -257,3 +304,38 @@ def test_a_condemned_row_says_what_happened() -> None:
     assert result.response is not None
     assert result.response["status_code"] == 500
     assert result.metrics.attempts == 3
+
+
+LOGPROBS = (
+    TokenLogprob(Candidate(5, "h", -0.5), (Candidate(5, "h", -0.5), Candidate(9, "é", -1.0)), 0),
+    TokenLogprob(Candidate(6, "\ufffd", -float("inf")), (Candidate(7, "i", -0.25),), 1),
+)
+
+
+def test_logprobs_of_a_chat_have_the_shape_of_the_api() -> None:
+    (request,) = rows.requests(chat(logprobs=2), Encoder(), 0)
+    assert request.logprobs == 2
+    result = answer(chat(logprobs=2), [completion(0, logprobs=LOGPROBS)])
+    assert result.response is not None
+    h = {"token": "h", "logprob": -0.5, "bytes": [104]}
+    assert result.response["body"]["choices"][0]["logprobs"] == {
+        "content": [
+            {**h, "top_logprobs": [h, {"token": "é", "logprob": -1.0, "bytes": [195, 169]}]},
+            {
+                **{"token": "\ufffd", "logprob": -9999.0, "bytes": None},
+                "top_logprobs": [{"token": "i", "logprob": -0.25, "bytes": [105]}],
+            },
+        ],
+        "refusal": None,
+    }
+
+
+def test_logprobs_of_a_completion_have_the_shape_of_the_api() -> None:
+    result = answer(text("a", logprobs=2), [completion(0, logprobs=LOGPROBS)])
+    assert result.response is not None
+    assert result.response["body"]["choices"][0]["logprobs"] == {
+        "tokens": ["h", "\ufffd"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"h": -0.5, "é": -1.0}, {"i": -0.25, "\ufffd": -9999.0}],
+        "text_offset": [0, 1],
+    }

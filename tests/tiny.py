@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from dflash_batch.decoder.drafters import DrafterSpec
+from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.loading import FAMILIES
 from dflash_batch.decoder.targets.base import Target
@@ -205,7 +205,7 @@ class OracleDrafter:
     def new_state(self, lens: Any) -> OracleState:
         return OracleState(lens)
 
-    def propose(self, state: OracleState, anchor: mx.array, width: mx.array, k: int) -> mx.array:
+    def propose(self, state: OracleState, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         drafts = np.zeros((state.lens.rows, k), dtype=np.int32)
         widths, anchors = np.array(width), np.array(anchor)
         for row, length in enumerate(np.array(state.lens.offset).tolist()):
@@ -218,7 +218,7 @@ class OracleDrafter:
             ahead = text[length + 1 : length + 1 + k]
             drafts[row, : len(ahead)] = ahead
         misses = self.random.random(drafts.shape) < self.wrong
-        return mx.array(np.where(misses, (drafts + 1) % VOCAB, drafts).astype(np.int32))
+        return Proposal(mx.array(np.where(misses, (drafts + 1) % VOCAB, drafts).astype(np.int32)))
 
     def commit(
         self, state: OracleState, tokens: mx.array, features: mx.array | None, keep: mx.array

@@ -81,12 +81,22 @@ class JobSpec(Record):
     endpoint: Endpoint
     model: str | None = None  # as the line said it; echoed in the answer
     messages: list[dict[str, Any]] | None = None  # CHAT
-    prompts: list[Prompt] | None = None  # TEXT: one choice for each
+    prompts: list[Prompt] | None = None  # TEXT: n choices for each
     max_tokens: int | None = None  # None: the model's default, or what room is left
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    seed: int | None = None
+    temperature: float = 0.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}  # by token id
+    seed: int | None = None  # None: drawn anew for the row, and told in its result
+    n: Annotated[int, Field(ge=1)] = 1  # choices for each prompt
+    logprobs: int | None = None  # alternatives told with each token's log p; None: no log p
     return_token_ids: bool = False
     trace: bool = False  # body key `dflash_trace`
     metadata: dict[str, Any] | None = None  # top-level `metadata`, echoed in the output line
@@ -210,9 +220,9 @@ class RowMetrics(Record):
     ttft_ms: float = 0.0  # from admission to the first token
     batch_width: int = 0  # most rows decoded together while this one ran
     cycles: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # each prompt once, however many choices it has
     prefill_tokens: int = 0  # really computed for this row
-    cached_tokens: int = 0  # prompt_tokens - prefill_tokens
+    cached_tokens: int = 0  # prompt_tokens - prefill_tokens, or 0
     completion_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
@@ -221,6 +231,7 @@ class RowMetrics(Record):
     draft: str | None = None  # effective settings: name of the draft,
     block: int = 1  # tokens of a block,
     dtype: str = ""  # dtype of the weights' arithmetic
+    seed: int | None = None  # of a row that was sampled: given with the request, same text
     emitted_per_cycle: list[list[int]] | None = None  # one list a choice; with dflash_trace only
     drafted_per_cycle: list[list[list[int]]] | None = None
 

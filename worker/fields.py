@@ -16,7 +16,10 @@ MAX_STOPS = 16
 """Most stop strings of a request."""
 
 MAX_PROMPTS = 2048
-"""Most prompts, and so choices, of one `/v1/completions` request."""
+"""Most prompts, and most choices, of one `/v1/completions` request."""
+
+MAX_CHOICES = 128
+"""Most choices of one prompt."""
 
 ID_LIMIT = 2**31
 """Token ids, and counts of tokens, are below this."""
@@ -62,14 +65,11 @@ def parse_body(body: dict[str, Any], endpoint: Endpoint) -> Body:
         rule = FIELDS.get(name)
         try:
             if isinstance(rule, Honoured):
-                values[rule.into] = rule.parse(value)
-                if rule.inert:
-                    ignored.append(name)
+                parsed = rule.parse(value)
+                if rule.neutral is None or parsed != rule.neutral:
+                    values[rule.into] = parsed
             elif isinstance(rule, Ignored):
                 ignored.append(name)
-            elif isinstance(rule, Inert):
-                if rule.counts(value):
-                    ignored.append(name)
             elif rule is None:
                 raise _unsupported("is not known here")
             else:
@@ -77,12 +77,51 @@ def parse_body(body: dict[str, Any], endpoint: Endpoint) -> Body:
         except FieldError as error:
             joint = "" if error.message.startswith("[") else " "
             problems.append(FieldError(error.code, f"{name}{joint}{error.message}", name))
+    problems += _wrong_together(values, endpoint)
     if problems:
         raise BodyError(problems)
     limit = values.pop("max_completion_tokens", None)
     if limit is not None:
         values["max_tokens"] = limit
+    values.pop("best_of", None)
+    _settle_logprobs(values)
+    if not values.get("temperature"):
+        ignored += [name for name in values if name in _OF_SAMPLING]
     return Body(values, ignored)
+
+
+_OF_SAMPLING = ("top_p", "top_k", "min_p", "seed")
+"""Fields that cannot change greedy text."""
+
+
+def _settle_logprobs(values: dict[str, Any]) -> None:
+    """One number of alternatives, or nothing."""
+    wanted, top = values.pop("logprobs", False), values.pop("top_logprobs", 0)
+    if wanted is not False:
+        values["logprobs"] = top if wanted is True else wanted
+
+
+def _wrong_together(values: dict[str, Any], endpoint: Endpoint) -> list[FieldError]:
+    """What is wrong with fields that are each right."""
+    n, best_of = values.get("n", 1), values.get("best_of")
+    prompts = len(values.get("prompts", ()))
+    if best_of is not None and best_of > n:
+        message = f"best_of above n is not supported: {n} of {best_of} answers would be chosen"
+        return [FieldError(ErrorCode.UNSUPPORTED_PARAMETER, message, "best_of")]
+    if best_of is not None and best_of < n:
+        message = f"best_of is {best_of}, but n is {n}"
+        return [FieldError(ErrorCode.INVALID_VALUE, message, "best_of")]
+    if prompts * n > MAX_PROMPTS:
+        message = f"n: {prompts:,} prompts × {n} make more than {MAX_PROMPTS:,} choices"
+        return [FieldError(ErrorCode.INVALID_VALUE, message, "n")]
+    wanted = values.get("logprobs", False)
+    if wanted is not False and isinstance(wanted, bool) != (endpoint == CHAT):
+        kind = "true or false" if endpoint == CHAT else "a number"
+        return [FieldError(ErrorCode.INVALID_VALUE, f"logprobs must be {kind} here", "logprobs")]
+    if values.get("top_logprobs") and wanted is not True:
+        message = "top_logprobs needs logprobs to be true"
+        return [FieldError(ErrorCode.INVALID_VALUE, message, "top_logprobs")]
+    return []
 
 
 def _wrong_input(body: dict[str, Any], endpoint: Endpoint) -> list[FieldError]:
@@ -102,19 +141,12 @@ class Honoured:
 
     into: str
     parse: Callable[[Any], Any]
-    inert: bool = False  # kept, yet without effect on greedy decoding: worth a word
+    neutral: Any = None  # the parsed value that is the same as absent
 
 
 @dataclass(frozen=True)
 class Ignored:
     """Cannot change the text, whatever its value."""
-
-
-@dataclass(frozen=True)
-class Inert:
-    """Cannot change the text of greedy decoding; its type is checked all the same."""
-
-    counts: Callable[[Any], bool]  # True: worth a word in the summary; raises FieldError
 
 
 @dataclass(frozen=True)
@@ -203,38 +235,58 @@ def _seed(value: Any) -> int:
     return int(value)
 
 
-def _temperature(value: Any) -> bool:
-    if _number(value) < 0:
-        raise _invalid("must not be negative")
-    if value > 0:
-        raise _unsupported("above 0 is not supported yet: only greedy decoding (0) is")
-    return False
+def _between(low: float, high: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        if not low <= _number(value) <= high:
+            raise _invalid(f"must be between {low:g} and {high:g}")
+        return float(value)
+
+    return parse
 
 
-def _one(value: Any) -> bool:
-    if _integer(value) < 1:
-        raise _invalid("must be at least 1")
-    if value > 1:
-        raise _unsupported("above 1 is not supported yet: greedy answers would all be the same")
-    return False
+def _repetition(value: Any) -> float:
+    if not 0 < _number(value) <= 100:
+        raise _invalid("must be above 0 and at most 100")
+    return float(value)
 
 
-def _top_p(value: Any) -> bool:
-    if not 0 <= _number(value) <= 1:
-        raise _invalid("must be between 0 and 1")
-    return bool(value != 1)
-
-
-def _min_p(value: Any) -> bool:
-    if not 0 <= _number(value) <= 1:
-        raise _invalid("must be between 0 and 1")
-    return bool(value != 0)
-
-
-def _top_k(value: Any) -> bool:
-    if _integer(value) < -1:
+def _top_k(value: Any) -> int:
+    if not -1 <= _integer(value) < ID_LIMIT:
         raise _invalid("must be at least 1, or -1 or 0 for no limit")
-    return value not in (-1, 0)
+    return max(0, int(value))
+
+
+def _choices(value: Any) -> int:
+    if not 1 <= _integer(value) <= MAX_CHOICES:
+        raise _invalid(f"must be between 1 and {MAX_CHOICES}")
+    return int(value)
+
+
+def _logprobs(value: Any) -> bool | int:
+    """A yes or no of chats, a number of alternatives of completions."""
+    if not isinstance(value, bool) and not 0 <= _integer(value) <= 5:
+        raise _invalid("must be between 0 and 5")
+    return bool(value) if isinstance(value, bool) else int(value)
+
+
+def _top_logprobs(value: Any) -> int:
+    if not 0 <= _integer(value) <= 20:
+        raise _invalid("must be between 0 and 20")
+    return int(value)
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """Token ids, as strings, to what is added to their logits."""
+    if not isinstance(value, dict):
+        raise _invalid(f"must be an object, not {_name(value)}")
+    bias = {}
+    for key, number in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < ID_LIMIT):
+            raise _invalid(f"has a key that is no token id: {key[:40]!r}")
+        if isinstance(number, bool) or not isinstance(number, _NUMBER) or abs(number) > 100:
+            raise _invalid(f"[{key}] must be a number between -100 and 100")
+        bias[int(key)] = float(number)
+    return bias
 
 
 def _stop(value: Any) -> list[str]:
@@ -346,7 +398,7 @@ def _first(names: Iterable[str]) -> str | None:
 _NO_TOOLS = "is not supported yet: tools are not offered to the model"
 _NO_THINKING = "is not supported yet: the template's own default is used"
 
-FIELDS: dict[str, Honoured | Ignored | Inert | Refused] = {
+FIELDS: dict[str, Honoured | Ignored | Refused] = {
     # what is asked
     "model": Honoured("model", _text),
     "messages": Honoured("messages", _messages),
@@ -361,27 +413,27 @@ FIELDS: dict[str, Honoured | Ignored | Inert | Refused] = {
     # what the answer carries
     "return_token_ids": Honoured("return_token_ids", _boolean),
     "dflash_trace": Honoured("trace", _boolean),
-    "n": Inert(_one),
-    "best_of": Refused((1,), kind=int),
-    "logprobs": Refused((False,), kind=(bool, int)),
-    "top_logprobs": Refused((0,), kind=int),
+    "n": Honoured("n", _choices, neutral=1),
+    "best_of": Honoured("best_of", _count),  # only as another word for n
+    "logprobs": Honoured("logprobs", _logprobs),
+    "top_logprobs": Honoured("top_logprobs", _top_logprobs),
     "prompt_logprobs": Refused(kind=int),
     "echo": Refused((False,), kind=bool),
     "suffix": Refused(("",), kind=str),
     "include_stop_str_in_output": Refused((False,), kind=bool),
     "skip_special_tokens": Refused((True,), kind=bool),
     "stream": Refused((False,), "has no meaning in a batch", kind=bool),
-    # sampling: greedy for now, so what only shapes the sampling changes nothing
-    "temperature": Inert(_temperature),
-    "top_p": Inert(_top_p),
-    "top_k": Inert(_top_k),
-    "min_p": Inert(_min_p),
-    "seed": Honoured("seed", _seed, inert=True),
+    # sampling: greedy where no temperature is named
+    "temperature": Honoured("temperature", _between(0, 2), neutral=0),
+    "top_p": Honoured("top_p", _between(0, 1), neutral=1),
+    "top_k": Honoured("top_k", _top_k, neutral=0),
+    "min_p": Honoured("min_p", _between(0, 1), neutral=0),
+    "seed": Honoured("seed", _seed),
     # these move the most likely token too
-    "repetition_penalty": Refused((1,), kind=_NUMBER),
-    "presence_penalty": Refused((0,), kind=_NUMBER),
-    "frequency_penalty": Refused((0,), kind=_NUMBER),
-    "logit_bias": Refused(({},), kind=dict),
+    "repetition_penalty": Honoured("repetition_penalty", _repetition, neutral=1),
+    "presence_penalty": Honoured("presence_penalty", _between(-2, 2), neutral=0),
+    "frequency_penalty": Honoured("frequency_penalty", _between(-2, 2), neutral=0),
+    "logit_bias": Honoured("logit_bias", _logit_bias, neutral={}),
     "response_format": Refused(({"type": "text"},), kind=dict),
     # tools
     "tools": Refused(([],), _NO_TOOLS, kind=list),

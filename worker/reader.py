@@ -267,6 +267,7 @@ class _Scan:
             self.ignored[name] += 1
         values.setdefault("stop", [])  # given, they need not be copied from the defaults
         values.setdefault("stop_token_ids", [])
+        values.setdefault("logit_bias", {})
         return JobSpec(
             index=len(self.rows),
             line=number,

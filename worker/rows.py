@@ -1,6 +1,8 @@
 """A row on its way in and out of the decoder: JobSpec -> Requests -> RowResult. Pure.
 
-A chat row is one request, a completions row one for each of its prompts; each is a choice.
+A chat row has one prompt, a completions row one or more; each becomes `n` requests, and each
+request is a choice. Choices are numbered through all prompts, and each draws its own random
+numbers from the row's seed and its own number.
 The result's response is what the OpenAI API would have answered, with our own facts under
 `body.dflash`.
 """
@@ -8,13 +10,21 @@ The result's response is what the OpenAI API would have answered, with our own f
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from uuid import uuid4
 
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.types import Completion, ModelInfo, Request
+from dflash_batch.decoder.types import (
+    Candidate,
+    Completion,
+    ModelInfo,
+    Request,
+    Sampling,
+    TokenLogprob,
+)
 from dflash_batch.worker.contract import (
     CHAT,
     ErrorCode,
@@ -52,18 +62,22 @@ def requests(row: JobSpec, encoder: Encoder, first_uid: int) -> list[Request]:
     Raises PromptError, its `param` set, when a prompt cannot be used.
     """
     try:
+        sampling = _sampling(row, encoder.info)
         prompts = [_checked(prompt, encoder.info) for prompt in _prompts(row, encoder)]
+        choices = [prompt for prompt in prompts for _ in range(row.n)]
         return [
             Request(
-                uid=uid,
+                uid=first_uid + choice,
                 prompt=tuple(prompt),
                 max_tokens=encoder.room(prompt, row.max_tokens),
                 stop=tuple(row.stop),
                 stop_token_ids=frozenset(row.stop_token_ids),
                 ignore_eos=row.ignore_eos,
                 trace=row.trace,
+                sampling=replace(sampling, choice=choice),
+                logprobs=row.logprobs,
             )
-            for uid, prompt in enumerate(prompts, first_uid)
+            for choice, prompt in enumerate(choices)
         ]
     except PromptError as error:
         error.param = error.param or ("messages" if row.endpoint == CHAT else "prompt")
@@ -76,8 +90,8 @@ def result(
     completions: Sequence[Completion],
     where: Circumstances,
 ) -> RowResult:
-    """The record of a row whose choices have all ended; `prompts` are their token ids."""
-    metrics = _metrics(completions, where)
+    """The record of a row whose choices have all ended; `prompts` are the token ids of each."""
+    metrics = _metrics(completions, where, row.n)
     return RowResult(
         index=row.index,
         custom_id=row.custom_id,
@@ -141,6 +155,30 @@ def poison(row: JobSpec, worker: str, attempts: int) -> RowResult:
     )
 
 
+def _sampling(row: JobSpec, info: ModelInfo) -> Sampling:
+    """How the row's first choice is to be sampled."""
+    wrong = next((token for token in row.logit_bias if not 0 <= token < info.vocab_size), None)
+    if wrong is not None:
+        raise PromptError(
+            f"logit_bias names token id {wrong}, outside the vocabulary of {info.vocab_size:,}",
+            code=ErrorCode.INVALID_VALUE.value,
+            param="logit_bias",
+        )
+    # 53 bits: any JSON reader can hand the number back unchanged.
+    seed = secrets.randbits(53) if row.seed is None else row.seed
+    return Sampling(
+        temperature=row.temperature,
+        top_p=row.top_p,
+        top_k=row.top_k,
+        min_p=row.min_p,
+        repetition_penalty=row.repetition_penalty,
+        presence_penalty=row.presence_penalty,
+        frequency_penalty=row.frequency_penalty,
+        logit_bias=tuple(row.logit_bias.items()),
+        seed=seed,
+    )
+
+
 def _prompts(row: JobSpec, encoder: Encoder) -> list[list[int]]:
     if row.messages is not None:
         return [encoder.encode_chat(row.messages)]
@@ -162,8 +200,12 @@ def _checked(prompt: list[int], info: ModelInfo) -> list[int]:
     return prompt
 
 
-def _metrics(completions: Sequence[Completion], where: Circumstances) -> RowMetrics:
-    """Sums over the choices; times and width are those of the slowest and widest choice."""
+def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1) -> RowMetrics:
+    """Sums over the choices; times and width are those of the slowest and widest choice.
+
+    A prompt counts once for its n choices. What they took from one another is no saving: only
+    tokens of the prompt that were computed for none of them came from elsewhere.
+    """
     info = where.info
 
     def total(name: str) -> int:
@@ -172,7 +214,8 @@ def _metrics(completions: Sequence[Completion], where: Circumstances) -> RowMetr
     def most(name: str) -> float:
         return max((getattr(completion, name) for completion in completions), default=0)
 
-    cached = total("cached_tokens")
+    prompt_tokens = total("prompt_tokens") // n
+    cached = max(0, prompt_tokens - total("prefill_tokens"))
     traced = [
         (completion.emitted_per_cycle, completion.drafted_per_cycle)
         for completion in completions
@@ -187,7 +230,7 @@ def _metrics(completions: Sequence[Completion], where: Circumstances) -> RowMetr
         ttft_ms=round(most("ttft_ms"), 3),
         batch_width=int(most("batch_width")),
         cycles=total("cycles"),
-        prompt_tokens=total("prompt_tokens"),
+        prompt_tokens=prompt_tokens,
         prefill_tokens=total("prefill_tokens"),
         cached_tokens=cached,
         completion_tokens=sum(len(completion.token_ids) for completion in completions),
@@ -198,6 +241,7 @@ def _metrics(completions: Sequence[Completion], where: Circumstances) -> RowMetr
         draft=info.draft,
         block=info.block,
         dtype=info.dtype,
+        seed=completions[0].seed if completions else None,
         emitted_per_cycle=[list(emitted or ()) for emitted, _ in traced] or None,
         drafted_per_cycle=[[list(block) for block in drafted or ()] for _, drafted in traced]
         or None,
@@ -244,7 +288,7 @@ def _choice(
         choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
     else:
         choice["text"] = completion.text
-    choice["logprobs"] = None
+    choice["logprobs"] = _logprobs(row, completion.logprobs)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
@@ -253,9 +297,52 @@ def _choice(
     return choice
 
 
+def _logprobs(row: JobSpec, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    """Log probabilities in the endpoint's own shape, one entry for each token of `token_ids`."""
+    if tokens is None:
+        return None
+    if row.endpoint == CHAT:
+        content = [
+            {**_candidate(token.chosen), "top_logprobs": [_candidate(c) for c in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+    return {
+        "tokens": [token.chosen.text for token in tokens],
+        "token_logprobs": [_finite(token.chosen.logprob) for token in tokens],
+        "top_logprobs": [_by_text(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    # A token that is part of a character only has no text of its own, and so no bytes we know.
+    text = candidate.text
+    known = "\ufffd" not in text and not text.startswith("token_id:")
+    return {
+        "token": text,
+        "logprob": _finite(candidate.logprob),
+        "bytes": list(text.encode()) if known else None,
+    }
+
+
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """The likely tokens, and the chosen one with them; of two with one text, the likelier."""
+    found: dict[str, float] = {}
+    for candidate in (*token.top, token.chosen):
+        found.setdefault(candidate.text, _finite(candidate.logprob))
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; -9999 stands for it, as it does in the OpenAI API."""
+    return max(-9999.0, logprob)
+
+
 def facts(metrics: RowMetrics) -> dict[str, Any]:
     """`body.dflash`: what the row cost, less what `usage` says already.
 
+    Of a sampled row, `seed`: the request with this seed gives the same text again.
     With `dflash_trace`: `emitted_per_cycle`, the tokens each cycle gave, and `drafted_per_cycle`,
     the tokens proposed in each. For one choice a list over its cycles ([int], [[int]]); for
     several choices one such list for each, in their order.
@@ -265,6 +352,8 @@ def facts(metrics: RowMetrics) -> dict[str, Any]:
         trace = shown.pop(name)
         if trace is not None:
             shown[name] = trace[0] if len(trace) == 1 else trace
+    if metrics.seed is None:
+        del shown["seed"]
     return shown
 
 
