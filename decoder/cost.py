@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,13 @@ class Cell:
     count: int
 
 
+class _Plan(NamedTuple):
+    """Of some points: seconds by the linear model, and each cell's weight for the ratio to it."""
+
+    modelled: NDArray[np.float64]
+    near: NDArray[np.float64]
+
+
 @dataclass(slots=True)
 class Surface:
     """Seconds over (rows B, tokens T, context C).
@@ -76,7 +83,9 @@ class Surface:
     cells: dict[Point, Cell] = field(default_factory=dict)
     _weights: NDArray[np.float64] | None = None
     _coordinates: NDArray[np.float64] | None = None
-    _ratios: NDArray[np.float64] | None = None
+    _ratios: NDArray[np.float64] | None = None  # log of measured over modelled, of each cell
+    _index: dict[Point, int] = field(default_factory=dict)
+    _plans: dict[tuple[int, tuple[int, ...], int], _Plan] = field(default_factory=dict)
     _since_fit: int = 0
 
     def predict(self, rows: int, tokens: Sequence[int], context: int) -> NDArray[np.float64]:
@@ -84,17 +93,15 @@ class Surface:
         if not self.cells:
             return np.zeros(len(tokens))
         self._prepare()
-        assert self._coordinates is not None
         assert self._ratios is not None
-        at = [(rows, t, context) for t in tokens]
-        apart = _coordinates(at)[:, None, :] - self._coordinates[None, :, :]
-        near = 1.0 / ((apart**2).sum(axis=-1) + 1e-6) ** 2
-        ratios = np.exp((near * self._ratios).sum(axis=1) / near.sum(axis=1))
-        seconds: NDArray[np.float64] = self._model(at) * ratios
+        modelled, near = self._plan(rows, tuple(tokens), context)
+        seconds: NDArray[np.float64] = modelled * np.exp(near @ self._ratios)
         return seconds
 
-    def observe(self, rows: int, tokens: int, context: int, seconds: float) -> None:
-        """Take in a measurement."""
+    def observe(
+        self, rows: int, tokens: int, context: int, seconds: float, expected: float
+    ) -> None:
+        """Take in a measurement; `expected` is what `predict` says of it."""
         point = (rows, tokens, bucket(context))
         cell = self.cells.get(point)
         if cell is None:
@@ -105,14 +112,15 @@ class Surface:
             self.cells[point] = Cell(seconds * scale, 1)
             self._weights = None
             return
-        expected = float(self.predict(rows, [tokens], context)[0])
         ratio = min(max(seconds / expected, 1 / OUTLIER), OUTLIER)
         cell.count += 1
-        cell.seconds *= 1.0 + max(LEARNING, 1.0 / cell.count) * (ratio - 1.0)
-        self._ratios = None
+        change = 1.0 + max(LEARNING, 1.0 / cell.count) * (ratio - 1.0)
+        cell.seconds *= change
         self._since_fit += 1
         if self._since_fit >= _REFIT:
             self._weights = None
+        elif self._ratios is not None:
+            self._ratios[self._index[point]] += math.log(change)
 
     def put(self, rows: int, tokens: int, context: int, seconds: float, count: int = 8) -> None:
         """Set a point, as measured by a sweep."""
@@ -124,19 +132,32 @@ class Surface:
         return sum(cell.count for point, cell in self.cells.items() if point[1] == tokens)
 
     def _prepare(self) -> None:
-        points = list(self.cells)
-        seconds = np.array([cell.seconds for cell in self.cells.values()])
         if self._weights is None:
+            points = list(self.cells)
+            seconds = np.array([cell.seconds for cell in self.cells.values()])
             self._weights = _fit(_features(points), seconds)
             self._coordinates = _coordinates(points)
-            self._since_fit = 0
-            self._ratios = None
-        if self._ratios is None:
             self._ratios = np.log(seconds / self._model(points))
+            self._index = {point: i for i, point in enumerate(points)}
+            self._plans.clear()
+            self._since_fit = 0
+
+    def _plan(self, rows: int, tokens: tuple[int, ...], context: int) -> _Plan:
+        """What `predict` needs of these points, kept until the next fit."""
+        plan = self._plans.get((rows, tokens, context))
+        if plan is None:
+            assert self._coordinates is not None
+            at = [(rows, t, context) for t in tokens]
+            apart = _coordinates(at)[:, None, :] - self._coordinates[None, :, :]
+            near = 1.0 / ((apart**2).sum(axis=-1) + 1e-6) ** 2
+            plan = _Plan(self._model(at), near / near.sum(axis=1, keepdims=True))
+            self._plans[rows, tokens, context] = plan
+        return plan
 
     def _model(self, points: Sequence[Point]) -> NDArray[np.float64]:
         assert self._weights is not None
-        return _features(points) @ self._weights
+        seconds: NDArray[np.float64] = _features(points) @ self._weights
+        return seconds
 
 
 class CostTable:
@@ -166,11 +187,10 @@ class CostTable:
         as long as no draft was timed by itself, the forward stands for both."""
         draft = self.t_draft(rows, tokens - 1, context)
         forward = self.t_fwd(rows, tokens, context)
-        if draft > 0.0 and forward > 0.0:
-            share = draft / (draft + forward)
-            self.draft.observe(rows, tokens, context, seconds * share)
-            seconds *= 1.0 - share
-        self.forward.observe(rows, tokens, context, seconds)
+        share = draft / (draft + forward) if forward > 0.0 else 0.0
+        if share > 0.0:
+            self.draft.observe(rows, tokens, context, seconds * share, draft)
+        self.forward.observe(rows, tokens, context, seconds * (1.0 - share), forward)
 
     @property
     def empty(self) -> bool:
@@ -241,7 +261,8 @@ def _surface(rows: list[list[float]]) -> Surface:
 def _coordinates(points: Sequence[Point]) -> NDArray[np.float64]:
     values = np.array(points, dtype=np.float64)
     values[:, 2] = np.maximum(values[:, 2], SHORTEST)
-    return np.log2(values) * np.array([_APART, _APART, 1.0])
+    coordinates: NDArray[np.float64] = np.log2(values) * np.array([_APART, _APART, 1.0])
+    return coordinates
 
 
 def _features(points: Sequence[Point]) -> NDArray[np.float64]:
@@ -262,4 +283,5 @@ def _fit(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray
         for i, row in enumerate(gram):
             rest = sum(g * w for g, w in zip(row, weights, strict=True)) - row[i] * weights[i]
             weights[i] = max(0.0, (aim[i] - rest) / row[i])
-    return np.array(weights) / size
+    fitted: NDArray[np.float64] = np.array(weights) / size
+    return fitted
