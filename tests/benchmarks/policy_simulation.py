@@ -23,6 +23,7 @@ import argparse
 import copy
 import heapq
 import json
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -175,8 +176,8 @@ class Costs:
         model = self.model
         if not model.experts:
             return 0.0
-        independent = float(m**0.7)  # neighbours choose alike
-        hit = model.experts * (1 - (1 - model.per_token / model.experts) ** independent)
+        independent = math.pow(m, 0.7)  # neighbours choose alike
+        hit = model.experts * (1 - math.pow(1 - model.per_token / model.experts, independent))
         read = hit * model.expert * model.bytes_per_parameter / self.machine.bandwidth
         return max(read, 2 * model.expert * model.per_token * m / self.machine.quantised)
 
