@@ -8,14 +8,12 @@ k - 1 dependent steps, all in one graph on the device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_batch.decoder.arena import LayerKV
 from dflash_batch.decoder.draft_config import DraftConfig, SecondGeneration
-from dflash_batch.decoder.draft_model import DFlashDrafter, DraftLayer, DraftModel
+from dflash_batch.decoder.draft_model import DFlashDrafter, Drafted, DraftLayer, DraftModel
 
 
 def _second(config: DraftConfig) -> SecondGeneration:
@@ -111,7 +109,6 @@ class Draft2Model(DraftModel):
 class DFlash2Drafter(DFlashDrafter):
     """A DFlash drafter whose drafts are chosen by the selector."""
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> mx.array:
-        drafted = self.draft(state, anchor, width, k)
+    def choose(self, anchor: mx.array, drafted: Drafted) -> mx.array:
         drafts: mx.array = self.model.candidate_selector(anchor, drafted.hidden, drafted.logits)
         return drafts

@@ -20,14 +20,19 @@ import numpy as np
 from dflash_batch.decoder.cycle import Slots, Verdict, cycle
 from dflash_batch.decoder.drafters import Drafter
 from dflash_batch.decoder.errors import PromptError
+from dflash_batch.decoder.policy import (
+    Fixed,
+    Landed,
+    Policy,
+    RowOutcome,
+    RowView,
+    arena_width,
+)
 from dflash_batch.decoder.prefill import Prefiller
 from dflash_batch.decoder.prefix import Tokens
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.text import StopStrings, cut
 from dflash_batch.decoder.types import Completion, FinishReason, Load, ModelInfo, Request
-
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Row counts the arena is made for: few shapes, little idle width."""
 
 LOOK_AHEAD = 32
 """Waiting rows compared to find a shared prefix."""
@@ -53,6 +58,7 @@ class _Row:
     first: float = 0.0
     width: int = 1
     cycles: int = 0
+    plain: int = 0  # cycles without a draft
     drafted: int = 0
     accepted: int = 0
     emitted_per_cycle: list[int] = field(default_factory=list)
@@ -89,12 +95,14 @@ class _Flight(NamedTuple):
 
     rows: list[_Row | None]
     tokens: int  # per row, anchor included
+    context: int  # visible columns
     verdict: Verdict
 
 
 class Decoder:
     """Decodes rows in batch, greedily. A row's tokens do not depend on its neighbours.
 
+    `policy` chooses how many tokens to draft and how many rows to take; by default all there are.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -108,6 +116,7 @@ class Decoder:
         tokenizer: Any = None,
         max_batch: int = 16,
         depth: int | None = None,
+        policy: Policy | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -123,6 +132,9 @@ class Decoder:
         self._slots = Slots(1, target, drafter)
         self._rows: list[_Row | None] = [None]  # of each slot
         self._flights: deque[_Flight] = deque()
+        self._policy = policy or Fixed(drafter.spec.max_k, trim=not self._gpu)
+        self._landed_at = 0.0
+        self._uneven = 1  # landings to come whose time is not that of a cycle alone
 
     # Prompts
 
@@ -261,29 +273,55 @@ class Decoder:
         live = [row for row in self._rows if row is not None and not row.over]
         for row in live:
             row.width = max(row.width, len(live))
-        most = self._drafter.spec.max_k
-        # No row needs a block longer than its budget. A GPU keeps one shape all the same: a
-        # smaller block saves it nothing, and each new shape is planned anew.
-        k = most if self._gpu else min(most, max(row.left for row in live))
         self._slots.lens.bound = max(row.committed for row in live) + sum(
             flight.tokens for flight in self._flights
         )
+        context = self._context()
+        views = [RowView(row.request.uid, row.left) for row in live]
+        k = self._policy.choose(views, len(self._rows), context)
         verdict = cycle(self._slots, self._target, self._drafter, k)
         mx.async_eval(*verdict, self._slots.lens.offset, self._slots.anchor, self._slots.remaining)
-        return _Flight(list(self._rows), k + 1, verdict)
+        return _Flight(list(self._rows), k + 1, context, verdict)
+
+    def _context(self) -> int:
+        """Columns a cycle sees, in the arena's steps."""
+        lens = self._slots.lens
+        return -(-(lens.bound + 1) // lens.step) * lens.step
 
     def _land(self, flight: _Flight) -> None:
         chosen, keep, accepted, width, drafts = (np.array(a) for a in flight.verdict)
+        seconds = self._lap()
+        outcomes = []
         for slot, row in enumerate(flight.rows):
             if row is None or row.over:
                 continue
+            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
             kept = row.take(chosen[slot, : keep[slot]].tolist())
             row.cycles += 1
+            row.plain += flight.tokens == 1
             row.drafted += int(width[slot]) - 1
             row.accepted += min(kept, int(accepted[slot]))
             if row.request.trace:
                 row.emitted_per_cycle.append(kept)
                 row.drafted_per_cycle.append(tuple(drafts[slot, : width[slot] - 1].tolist()))
+        self._policy.landed(
+            Landed(len(flight.rows), flight.tokens, flight.context, seconds, outcomes)
+        )
+
+    def _lap(self) -> float | None:
+        """Seconds since the last landing, if nothing but a cycle ran in them.
+
+        The host waits for each cycle anyway, so this is a cycle's time without another wait.
+        """
+        before, self._landed_at = self._landed_at, time.perf_counter()
+        if self._uneven:
+            self._uneven -= 1
+            return None
+        return self._landed_at - before
+
+    def _disturb(self) -> None:
+        """Other work is queued: it shows in the landings in flight, and in the next one."""
+        self._uneven = len(self._flights) + 1
 
     def _retire(self) -> list[_Row]:
         """Take out the rows that ended, and narrow the arena when it has become too wide."""
@@ -295,8 +333,8 @@ class Decoder:
         live = sum(row is not None for row in self._rows)
         if not live:
             self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
-        elif not self._waiting and _width(live) < len(self._rows):
-            self._resize(_width(live))
+        elif arena_width(live) < len(self._rows) and not self._free():
+            self._resize(arena_width(live))
         return over
 
     def _completion(self, row: _Row, now: float) -> Completion:
@@ -310,6 +348,7 @@ class Decoder:
             prefill_tokens=row.computed,
             cached_tokens=len(request.prompt) - row.computed,
             cycles=row.cycles,
+            spec=self._policy.effective(row.cycles, row.plain),
             draft_tokens=row.drafted,
             accepted_tokens=row.accepted,
             batch_width=row.width,
@@ -333,7 +372,8 @@ class Decoder:
     def _admit(self) -> list[_Row]:
         """Prefill waiting rows into free slots; return those that ended with their first token."""
         over = []
-        while self._waiting and (free := self._free()):
+        while free := self._free():
+            self._disturb()
             at_hand = [row.prompt for row in list(self._waiting)[:LOOK_AHEAD]]
             group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
             started = time.perf_counter()
@@ -347,13 +387,16 @@ class Decoder:
         return over
 
     def _free(self) -> int:
-        return self._max_batch - sum(row is not None for row in self._rows)
+        """How many waiting rows to admit now."""
+        live = sum(row is not None for row in self._rows)
+        ready = min(self._max_batch - live, len(self._waiting))
+        return self._policy.admit_more(live, ready, self._context()) if ready else 0
 
     def _seat(self, staged: list[tuple[_Row, int]], source: Slots) -> None:
         """Copy staged rows into free slots and make them live."""
         need = len(staged) + sum(row is not None for row in self._rows)
         if need > len(self._rows):
-            self._resize(min(_width(need), self._max_batch))
+            self._resize(min(arena_width(need), self._max_batch))
         empty = [slot for slot, row in enumerate(self._rows) if row is None]
         for slot, (row, i) in zip(empty, staged, strict=False):
             length = len(row.prompt)
@@ -364,13 +407,9 @@ class Decoder:
 
     def _resize(self, width: int) -> None:
         """Give the arena `width` rows: the live ones first, the rest idle."""
+        self._disturb()
         live = [slot for slot, row in enumerate(self._rows) if row is not None]
         self._slots.select(live + [0] * (width - len(live)))
         self._rows = [self._rows[slot] for slot in live] + [None] * (width - len(live))
         for slot in range(len(live), width):
             self._slots.place(slot, length=0, anchor=0, remaining=0)
-
-
-def _width(rows: int) -> int:
-    """The smallest arena width for `rows` live rows."""
-    return next((width for width in WIDTHS if width >= rows), rows)

@@ -207,7 +207,7 @@ class Goodput:
     PLAIN_PATIENCE = 0.1
     PROBE_EVERY = 64
     PROBE_RARELY = 2048
-    PROBE_SHARE = 0.01
+    PROBE_SHARE = 0.006
     PROBE_ROWS = 24  # row-cycles that tell enough
     PROBE_CYCLES = 6  # at most
     WIDE_ENOUGH = 0.02  # goodput a wider batch may lack

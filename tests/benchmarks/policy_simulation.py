@@ -190,13 +190,14 @@ class Job:
     start: float  # acceptance of a first draft at the first token
     end: float  # and at the last
     decay: float  # of acceptance from one place in the block to the next
+    hard: tuple[float, ...]  # how hard each token is, 0..1: the same for whoever drafts it
 
-    def accepted(self, random: Random, at: int, drafts: int) -> int:
+    def accepted(self, at: int, drafts: int) -> int:
         """Drafts accepted of a block that starts at token `at`."""
         p = self.start + (self.end - self.start) * at / self.tokens
         p = min(max(p, 0.02), 0.97)
         for place in range(drafts):
-            if random.random() >= p:
+            if self.hard[at + place] >= p:
                 return place
             p *= self.decay
         return drafts
@@ -209,12 +210,14 @@ def make_jobs(count: int, level: float, seed: int) -> list[Job]:
     for i in range(count):
         wave = 0.10 * np.sin(2 * np.pi * (i / count) * 1.5)
         start = level + wave + random.normal(0.0, 0.08)
+        tokens = int(np.clip(random.lognormal(5.3, 0.5), 40, 800))
         jobs.append(
             Job(
-                tokens=int(np.clip(random.lognormal(5.3, 0.5), 40, 800)),
+                tokens=tokens,
                 start=float(start),
                 end=float(start + random.normal(0.0, 0.08)),
                 decay=0.99,
+                hard=tuple(random.random(tokens).tolist()),
             )
         )
     return jobs
@@ -265,7 +268,7 @@ def play_policy(
         outcomes = []
         for row in live:
             drafts = min(tokens - 1, row.left)
-            kept = row.job.accepted(random, row.at, drafts)
+            kept = row.job.accepted(row.at, drafts)
             row.at += min(kept + 1, row.left)
             outcomes.append(RowOutcome(row.uid, drafts, kept))
         heard = None if more else took * random.lognormvariate(0.0, 0.03)
@@ -279,9 +282,9 @@ def play_policy(
 class Hindsight:
     """Every fixed (B, T) on the same jobs. A job's cycles do not depend on its neighbours."""
 
-    def __init__(self, costs: Costs, jobs: Sequence[Job], context: int, seed: int) -> None:
+    def __init__(self, costs: Costs, jobs: Sequence[Job], context: int) -> None:
         self.costs, self.jobs, self.context = costs, jobs, context
-        self._cycles = {t: list(self._needed(t, seed)) for t in SIZES}
+        self._cycles = {t: list(self._needed(t)) for t in SIZES}
 
     def fixed(self, rows: int, tokens: int) -> Played:
         """A drafter at hand, `rows` at most, always `tokens` per row."""
@@ -291,15 +294,14 @@ class Hindsight:
         """No drafter at all."""
         return self._play(rows, 1, [self.costs.forward(w, 1, self.context) for w in WIDTHS])
 
-    def _needed(self, tokens: int, seed: int) -> Iterator[int]:
-        random = Random(seed)
+    def _needed(self, tokens: int) -> Iterator[int]:
         for job in self.jobs:
             if tokens == 1:
                 yield job.tokens
                 continue
             at = cycles = 0
             while at < job.tokens:
-                at += job.accepted(random, at, min(tokens - 1, job.tokens - at)) + 1
+                at += job.accepted(at, min(tokens - 1, job.tokens - at)) + 1
                 cycles += 1
             yield cycles
 
@@ -353,13 +355,13 @@ def scenario(
     """Play one scenario. `cold`: the policy starts without a table and learns as it goes."""
     costs = Costs(machine, model)
     jobs = make_jobs(count, level, seed)
-    hindsight = Hindsight(costs, jobs, context, seed + 1)
+    hindsight = Hindsight(costs, jobs, context)
     tried = {(b, t): hindsight.fixed(b, t).speed for b in WIDTHS if b <= cap for t in SIZES}
     best_at = max(tried, key=lambda at: tried[at])
     # a copy: the policy writes into its table
     table = CostTable() if cold else copy.deepcopy(_measured(machine, model))
     policy = Goodput(table, SIZES[-1])
-    played = play_policy(policy, costs, jobs, cap, context, seed + 2)
+    played = play_policy(policy, costs, jobs, cap, context, seed + 1)
     return Result(
         machine.name,
         model.name,
