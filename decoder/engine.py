@@ -264,6 +264,7 @@ class Decoder:
         self._waiting.clear()
         self._flights.clear()
         self._prefiller.forget()
+        self._policy.close()
         self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
         mx.clear_cache()
 

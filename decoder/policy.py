@@ -7,7 +7,7 @@ brings most tokens per second by what cycles cost here (`cost`) and how drafts h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -70,6 +70,10 @@ class Policy(Protocol):
         """The setting a row had that was decoded in `cycles`, `plain` of them without a draft."""
         ...
 
+    def close(self) -> None:
+        """Keep what was learned: the decoder ends."""
+        ...
+
 
 class Fixed:
     """Always drafts `k`. `trim`: no more than some row may still emit (a new shape each time)."""
@@ -89,6 +93,9 @@ class Fixed:
 
     def effective(self, cycles: int, plain: int) -> Spec:
         return "on" if self._k else "off"
+
+    def close(self) -> None:
+        pass
 
 
 class Plain(Fixed):
@@ -211,10 +218,16 @@ class Goodput:
     PROBE_ROWS = 24  # row-cycles that tell enough
     PROBE_CYCLES = 6  # at most
     WIDE_ENOUGH = 0.02  # goodput a wider batch may lack
+    KEEP_EVERY = 2048  # timed cycles
 
-    def __init__(self, table: CostTable, most: int) -> None:
-        """`most` is the longest block the drafter makes, anchor included."""
+    def __init__(
+        self, table: CostTable, most: int, keep: Callable[[CostTable], object] | None = None
+    ) -> None:
+        """`most` is the longest block the drafter makes, anchor included; `keep` saves the table
+        once in a while and at the end."""
         self.table = table
+        self._keep = keep
+        self._news = 0  # cycles learned from since the table was kept
         self.sizes = (*(size for size in SIZES if size < most), most)
         self.survival = Survival(max(most - 1, 1))
         self._at = len(self.sizes) - 1  # index of the settled length
@@ -256,6 +269,9 @@ class Goodput:
             self._seen.add(shape)  # its first time holds compiling and planning
         elif cycle.seconds is not None and cycle.tokens in self.sizes:
             self.table.observe(cycle.width, cycle.tokens, cycle.context, cycle.seconds)
+            self._news += 1
+            if self._news >= self.KEEP_EVERY:
+                self.close()
 
     def admit_more(self, live: int, ready: int, context: int) -> int:
         if self.table.empty:
@@ -275,6 +291,11 @@ class Goodput:
         if len(self.sizes) == 1:
             return "off"
         return "auto-off" if 2 * plain > cycles else "on"
+
+    def close(self) -> None:
+        if self._keep is not None and self._news:
+            self._keep(self.table)
+        self._news = 0
 
     def _climb(self) -> int | None:
         """The next length to try while costs are unknown; None at the top."""

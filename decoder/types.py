@@ -22,7 +22,7 @@ class LoadSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_batch: int = 16  # rows decoded together
     max_context: int | None = None  # tokens of prompt + output of a row; None: the model's
-    spec: Literal["auto", "on", "off"] = "auto"  # draft where it pays, always, or never
+    spec: Literal["auto", "on", "off"] = "on"  # draft where it pays, always, or never
     cost_dir: str | None = None  # folder of measured cycle costs; None: they are not kept
 
 
