@@ -102,7 +102,8 @@ class _Flight(NamedTuple):
 class Decoder:
     """Decodes rows in batch, greedily. A row's tokens do not depend on its neighbours.
 
-    `policy` chooses how many tokens to draft and how many rows to take; by default all there are.
+    `policy` chooses how many tokens to draft and how many rows to take, by default all there are;
+    it may be exchanged between steps.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -132,9 +133,14 @@ class Decoder:
         self._slots = Slots(1, target, drafter)
         self._rows: list[_Row | None] = [None]  # of each slot
         self._flights: deque[_Flight] = deque()
-        self._policy = policy or Fixed(drafter.spec.max_k, trim=not self._gpu)
+        self.policy = policy or Fixed(drafter.spec.max_k, trim=not self._gpu)
         self._landed_at = 0.0
         self._uneven = 1  # landings to come whose time is not that of a cycle alone
+
+    @property
+    def pair(self) -> tuple[Target, Drafter]:
+        """What decodes here, for those who measure it."""
+        return self._target, self._drafter
 
     # Prompts
 
@@ -264,7 +270,7 @@ class Decoder:
         self._waiting.clear()
         self._flights.clear()
         self._prefiller.forget()
-        self._policy.close()
+        self.policy.close()
         self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
         mx.clear_cache()
 
@@ -279,7 +285,7 @@ class Decoder:
         )
         context = self._context()
         views = [RowView(row.request.uid, row.left) for row in live]
-        k = self._policy.choose(views, len(self._rows), context)
+        k = self.policy.choose(views, len(self._rows), context)
         verdict = cycle(self._slots, self._target, self._drafter, k)
         mx.async_eval(*verdict, self._slots.lens.offset, self._slots.anchor, self._slots.remaining)
         return _Flight(list(self._rows), k + 1, context, verdict)
@@ -305,7 +311,7 @@ class Decoder:
             if row.request.trace:
                 row.emitted_per_cycle.append(kept)
                 row.drafted_per_cycle.append(tuple(drafts[slot, : width[slot] - 1].tolist()))
-        self._policy.landed(
+        self.policy.landed(
             Landed(len(flight.rows), flight.tokens, flight.context, seconds, outcomes)
         )
 
@@ -349,7 +355,7 @@ class Decoder:
             prefill_tokens=row.computed,
             cached_tokens=len(request.prompt) - row.computed,
             cycles=row.cycles,
-            spec=self._policy.effective(row.cycles, row.plain),
+            spec=self.policy.effective(row.cycles, row.plain),
             draft_tokens=row.drafted,
             accepted_tokens=row.accepted,
             batch_width=row.width,
@@ -391,7 +397,7 @@ class Decoder:
         """How many waiting rows to admit now."""
         live = sum(row is not None for row in self._rows)
         ready = min(self._max_batch - live, len(self._waiting))
-        return self._policy.admit_more(live, ready, self._context()) if ready else 0
+        return self.policy.admit_more(live, ready, self._context()) if ready else 0
 
     def _seat(self, staged: list[tuple[_Row, int]], source: Slots) -> None:
         """Copy staged rows into free slots and make them live."""

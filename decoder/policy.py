@@ -370,3 +370,33 @@ class Goodput:
 def arena_width(rows: int) -> int:
     """The smallest arena width for `rows` live rows."""
     return next((width for width in WIDTHS if width >= rows), rows)
+
+
+class Choice(NamedTuple):
+    """The best width and block length at an acceptance, as the table has it."""
+
+    context: int
+    acceptance: float  # of each draft, given those before it
+    rows: int
+    tokens: int
+    tokens_per_s: float
+    plain_rows: int
+    plain_tokens_per_s: float  # at the best width without drafts
+
+
+def best_choices(table: CostTable, acceptances: Sequence[float]) -> list[Choice]:
+    """What is best among the measured points: B·E(T)/t(B,T), with E(T) = (1 - pᵀ)/(1 - p)."""
+    points = sorted(table.forward.cells)
+    choices = []
+    for context in sorted({c for _, _, c in points}):
+        here = [(b, t) for b, t, c in points if c == context]
+        seconds = {(b, t): float(table.cycle(b, [t], context)[0]) for b, t in here}
+        plain = {at: at[0] / seconds[at] for at in here if at[1] == 1}
+        if not plain:
+            continue
+        plain_at = max(plain, key=lambda at: plain[at])
+        for p in acceptances:
+            speeds = {(b, t): b * (1 - p**t) / (1 - p) / seconds[b, t] for b, t in here}
+            at = max(speeds, key=lambda at: speeds[at])
+            choices.append(Choice(context, p, *at, speeds[at], plain_at[0], plain[plain_at]))
+    return choices

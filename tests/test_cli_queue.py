@@ -206,8 +206,7 @@ def test_worker_hands_its_options_on(
     monkeypatch.setattr(worker_main, "run_worker", run_worker)
     assert cli("worker").exit_code == exits.OK
     options = ("-m", "demo", "--draft", "none", "--lease-ttl", 9, "--burst", "--max-batch", 2, "-q")
-    options += ("--spec", "off")
-    assert cli("worker", *options).exit_code == exits.NOT_FOUND
+    assert cli("worker", *options, "--spec", "off").exit_code == exits.NOT_FOUND
     first, second = seen
     costs = str(tmp_path / "home" / "costs")
     assert first == WorkerSettings(redis_url=valkey_url, spec="auto", cost_dir=costs)

@@ -41,10 +41,10 @@ def as_on_a_cpu() -> CostTable:
 
 
 def test_the_policy_is_the_one_named() -> None:
-    assert isinstance(load(spec="auto")._policy, Goodput)
-    assert type(load(spec="on")._policy) is Fixed
-    assert isinstance(load(spec="off")._policy, Plain)
-    assert isinstance(load(spec="auto", draft="none")._policy, Plain)
+    assert isinstance(load(spec="auto").policy, Goodput)
+    assert type(load(spec="on").policy) is Fixed
+    assert isinstance(load(spec="off").policy, Plain)
+    assert isinstance(load(spec="auto", draft="none").policy, Plain)
 
 
 def test_off_loads_no_draft() -> None:
@@ -64,7 +64,7 @@ def test_auto_parks_where_every_token_costs_the_same_and_says_so() -> None:
     decoder = load(spec="auto")
     policy = Goodput(as_on_a_cpu(), decoder.info.block)
     policy.landed = policy_without_clock(policy)  # type: ignore[method-assign]
-    decoder._policy = policy
+    decoder.policy = policy
     done = decode(decoder)
     assert policy.parked
     assert {c.spec for c in done.values()} == {"auto-off"}
@@ -85,10 +85,10 @@ def test_costs_are_kept_and_read_again(tmp_path: Path) -> None:
     assert len(files) == 1
     assert json.loads(files[0].read_text())["key"]["mlx"]
 
-    again = load(spec="auto", cost_dir=str(tmp_path / "costs"))._policy
+    again = load(spec="auto", cost_dir=str(tmp_path / "costs")).policy
     assert isinstance(again, Goodput)
     assert not again.table.empty
-    other = load(spec="auto", cost_dir=str(tmp_path / "costs"), block=4)._policy
+    other = load(spec="auto", cost_dir=str(tmp_path / "costs"), block=4).policy
     assert isinstance(other, Goodput)
     assert other.table.empty, "another block length is another model"
 
