@@ -17,7 +17,8 @@ from dflash_batch.decoder.loading import load_decoder
 from dflash_batch.decoder.policy import SIZES, Goodput, best_choices
 from dflash_batch.decoder.types import LoadSpec
 
-PAIR = ("-m", FOLDER / "target", "--draft", FOLDER / "draft-b8", "--dtype", "float32")
+QWEN3 = FOLDER / "dflash-qwen3-tiny"
+PAIR = ("-m", QWEN3 / "target", "--draft", QWEN3 / "draft-b8", "--dtype", "float32")
 
 
 def test_what_is_measured_is_shown_kept_and_used(tmp_path: Path) -> None:
@@ -34,8 +35,8 @@ def test_what_is_measured_is_shown_kept_and_used(tmp_path: Path) -> None:
     assert {best["acceptance"] for best in found["best"]} == {0.5, 0.7, 0.85, 0.95}
 
     spec = LoadSpec(
-        target=str(FOLDER / "target"),
-        draft=str(FOLDER / "draft-b8"),
+        target=str(QWEN3 / "target"),
+        draft=str(QWEN3 / "draft-b8"),
         dtype="float32",
         spec="auto",
         cost_dir=str(Path(found["file"]).parent),

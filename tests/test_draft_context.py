@@ -27,9 +27,9 @@ class Script(Fixed):
 
 
 @pytest.mark.parametrize("cycles", [1, 5, 16, 23])
-@pytest.mark.parametrize("draft", ["draft-b8", "draft-b8-swa"])
+@pytest.mark.parametrize("draft", ["draft-b8", "draft-b8-swa", "draft2-b8"])
 def test_features_taken_in_late_give_the_same_drafts(draft: str, cycles: int) -> None:
-    drafter = load(draft, None, 1)._drafter
+    drafter = load(f"dflash-qwen3-tiny/{draft}", None, 1)._drafter
     taps = len(drafter.spec.taps)
     hidden = drafter.model.norm.weight.shape[0]
     mx.random.seed(1)
@@ -59,8 +59,9 @@ def test_features_taken_in_late_give_the_same_drafts(draft: str, cycles: int) ->
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_rows_that_leave_and_join_while_parked_keep_their_tokens(depth: int) -> None:
-    pair = load("draft-b8", None, 4)
+@pytest.mark.parametrize("family", ["qwen3", "qwen35", "gemma4"])
+def test_rows_that_leave_and_join_while_parked_keep_their_tokens(family: str, depth: int) -> None:
+    pair = load(f"dflash-{family}-tiny/draft-b8", None, 4)
     prompts = [[1, 2, 3, 4], [7, 8, 9], [5, 4, 3, 2, 1], [11, 3], [20, 21, 22], [9, 9, 8]]
     budgets = [30, 4, 22, 9, 40, 3]
 

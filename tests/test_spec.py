@@ -17,11 +17,12 @@ from dflash_batch.decoder.loading import load_decoder
 from dflash_batch.decoder.policy import SIZES, Fixed, Goodput, Plain
 from dflash_batch.decoder.types import Completion, LoadSpec
 
+QWEN3 = FOLDER / "dflash-qwen3-tiny"
 PROMPTS = [[1, 2, 3], [4, 5], [9, 8, 7, 6], [30, 31]]
 
 
 def load(**options: Any) -> Decoder:
-    pair: dict[str, Any] = {"target": str(FOLDER / "target"), "draft": str(FOLDER / "draft-b8")}
+    pair: dict[str, Any] = {"target": str(QWEN3 / "target"), "draft": str(QWEN3 / "draft-b8")}
     return load_decoder(LoadSpec(**(pair | {"dtype": "float32", "max_batch": 4} | options)))
 
 
