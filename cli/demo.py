@@ -20,12 +20,13 @@ from dflash_batch.cli.common import (
     talk,
 )
 from dflash_batch.cli.intake import read_input
-from dflash_batch.cli.models import DEMO, draft_options, model_ref
+from dflash_batch.cli.models import DEMO, draft_options, model_ref, spec_option
 from dflash_batch.cli.run import run
 from dflash_batch.cli.screen import open_screen
 from dflash_batch.cli.summary import records
 from dflash_batch.decoder.demo.problems import demo_answers, demo_rows, extract_answer
 from dflash_batch.worker import client
+from dflash_batch.worker.contract import Spec
 from dflash_batch.worker.home import home_dir
 from dflash_batch.worker.prefix import plan
 
@@ -37,6 +38,7 @@ SHOWN = 4
 
 @click.command("demo")
 @draft_options
+@spec_option("on")
 @click.option(
     "--max-batch",
     type=click.IntRange(min=1),
@@ -57,6 +59,7 @@ def command(
     draft: str,
     block: int | None,
     dtype: str,
+    spec: Spec,
     max_batch: int,
     output: str | None,
     as_json: bool,
@@ -84,9 +87,12 @@ def command(
         redis=common.redis,
         new=True,
         max_batch=max_batch,
+        spec=spec,
     )
     if not common.quiet:
         talk(f"demo: {PROBLEMS} word problems behind one prefix, shared text {shared:.0%}")
+        if spec == "on" and draft != "none":
+            talk("  drafts are on, to be seen at work; --spec auto uses them where they pay")
     totals = run(ctx, common, intake, options)
     replies = _replies(Path(totals.output))
     answers = demo_answers(PROBLEMS)

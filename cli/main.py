@@ -23,6 +23,7 @@ VERBS = {
     "worker": "Work on queued batches until stopped.",
     "status": "Show workers and batches, or one batch.",
     "results": "Write the results of a queued batch.",
+    "bench": "Measure what decoding costs here, for --spec auto.",
     "version": "Print the versions of what is installed.",
 }
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import click
 
-from dflash_batch.worker.contract import ModelRef
+from dflash_batch.worker.contract import ModelRef, Spec
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.reader import Reading
 
@@ -33,6 +33,17 @@ def draft_options(function: _F) -> _F:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def spec_option(default: Spec) -> Callable[[_F], _F]:
+    """`--spec`, whether to draft."""
+    return click.option(
+        "--spec",
+        type=click.Choice(["auto", "on", "off"]),
+        default=default,
+        show_default=True,
+        help="Draft where it pays by what cycles cost here, always, or never. Texts stay the same.",
+    )
 
 
 def model_option(function: _F) -> _F:

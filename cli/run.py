@@ -20,10 +20,11 @@ from dflash_batch.cli.intake import (
     show_problems,
     show_warnings,
 )
-from dflash_batch.cli.models import draft_options, model_option, model_ref, named_model
+from dflash_batch.cli.models import draft_options, model_option, model_ref, named_model, spec_option
 from dflash_batch.cli.screen import Screen, open_screen
 from dflash_batch.cli.summary import summary
 from dflash_batch.worker import client
+from dflash_batch.worker.contract import Spec
 from dflash_batch.worker.home import home_dir
 from dflash_batch.worker.results import Totals
 
@@ -40,6 +41,7 @@ class Places:
 @click.argument("file")
 @model_option
 @draft_options
+@spec_option("on")
 @click.option(
     "--max-batch",
     type=click.IntRange(min=1),
@@ -82,6 +84,7 @@ def command(
     draft: str,
     block: int | None,
     dtype: str,
+    spec: Spec,
     max_batch: int,
     max_context: int | None,
     on_invalid: str,
@@ -118,6 +121,7 @@ def command(
         max_batch=max_batch,
         lease_ttl_s=lease_ttl,
         max_context=max_context,
+        spec=spec,
     )
     totals = run(ctx, common, intake, options)
     if as_json:

@@ -6,9 +6,10 @@ import click
 
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
-from dflash_batch.cli.models import draft_options, model_ref
+from dflash_batch.cli.models import draft_options, model_ref, spec_option
 from dflash_batch.worker import main as worker_main
-from dflash_batch.worker.home import home_dir
+from dflash_batch.worker.contract import Spec
+from dflash_batch.worker.home import cost_dir, home_dir
 from dflash_batch.worker.server import redis_url
 from dflash_batch.worker.settings import WorkerSettings
 
@@ -22,6 +23,7 @@ from dflash_batch.worker.settings import WorkerSettings
     "[default: whatever the queue has work for]",
 )
 @draft_options
+@spec_option("on")
 @click.option(
     "--max-batch",
     type=click.IntRange(min=1),
@@ -53,6 +55,7 @@ def command(
     draft: str,
     block: int | None,
     dtype: str,
+    spec: Spec,
     max_batch: int,
     max_context: int | None,
     lease_ttl: float,
@@ -67,13 +70,16 @@ def command(
     Example: dflash-batch worker --redis redis://studio.local:6379
     """
     ref = model_ref(model, draft, block, dtype) if model else None
-    with redis_url(common.redis, home_dir(common.home)) as url:
+    home = home_dir(common.home)
+    with redis_url(common.redis, home) as url:
         settings = WorkerSettings(
             redis_url=url,
             model=ref,
             max_batch=max_batch,
             lease_ttl_s=lease_ttl,
             max_context=max_context,
+            spec=spec,
+            cost_dir=str(cost_dir(home)),
             burst=burst,
             log_level="DEBUG" if common.verbose else "WARNING" if common.quiet else "INFO",
         )

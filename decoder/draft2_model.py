@@ -8,14 +8,12 @@ k - 1 dependent steps, all in one graph on the device.
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_batch.decoder.arena import LayerKV
 from dflash_batch.decoder.draft_config import DraftConfig, SecondGeneration
-from dflash_batch.decoder.draft_model import DFlashDrafter, DraftLayer, DraftModel
+from dflash_batch.decoder.draft_model import DFlashDrafter, Drafted, DraftLayer, DraftModel
 from dflash_batch.decoder.drafters import Proposal
 
 
@@ -116,7 +114,6 @@ class DFlash2Drafter(DFlashDrafter):
     position: a row that samples is offered the most likely drafts as well.
     """
 
-    def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
-        drafted = self.draft(state, anchor, width, k)
+    def choose(self, anchor: mx.array, drafted: Drafted) -> Proposal:
         selector = self.model.candidate_selector
         return Proposal(selector(anchor, drafted.hidden, drafted.logits))

@@ -19,10 +19,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from dflash_batch.decoder.arena import Arena, LayerKV, Lens
+from dflash_batch.decoder.arena import Arena, LayerKV, Lens, Snapshot
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.targets.base import Target
+
+TOGETHER = 16
+"""Plain cycles whose features a draft takes in at once."""
 
 
 class DraftAttention(nn.Module):
@@ -118,6 +121,66 @@ class Drafted(NamedTuple):
     logits: mx.array  # [R, k, vocab]
 
 
+class DraftContext(Arena):
+    """A draft's keys and values of committed positions.
+
+    In plain cycles a draft only has its context kept current: features of TOGETHER cycles are
+    taken in at once, since reading its weights for one token per row costs as much.
+    """
+
+    def __init__(self, model: DraftModel, lens: Lens) -> None:
+        super().__init__(len(model.layers), lens)
+        self.plain = False  # this cycle drafts nothing
+        self._model = model
+        self._held: list[mx.array] = []  # features of plain cycles, [R, 1, n·h] each
+        self._since = lens.offset  # where each row stood before them
+
+    def take(self, features: mx.array) -> None:
+        """Features [R, T, n·h] of the columns that `Lens.open(T)` names."""
+        if not self.plain:
+            self.catch_up()
+            self._write(features)
+            return
+        if not self._held:
+            self._since = self.lens.offset
+        self._held.append(features)
+        if len(self._held) == TOGETHER:
+            self.catch_up()
+        self.plain = False
+
+    def catch_up(self) -> None:
+        """Take in what is held. A live row went on by one token in each plain cycle."""
+        if not self._held:
+            return
+        features, self._held = mx.concatenate(self._held, axis=1), []
+        lens = self.lens
+        now = lens.offset, lens.index
+        lens.offset = self._since
+        ahead = self._since[:, None] + mx.arange(features.shape[1], dtype=mx.int32)[None]
+        # A row that ended stands still: what is held of it lies beyond its end, of no meaning.
+        lens.index = mx.minimum(ahead, lens.columns - 1)
+        self._write(features)
+        lens.offset, lens.index = now
+        mx.async_eval(*self.arrays())  # or the graph would grow as long as nothing is drafted
+
+    def snapshot(self, row: int, length: int) -> Snapshot:
+        self.catch_up()
+        return super().snapshot(row, length)
+
+    def load(self, row: int, snapshot: Snapshot) -> None:
+        self.catch_up()
+        super().load(row, snapshot)
+
+    def select(self, rows: mx.array) -> None:
+        self.catch_up()
+        super().select(rows)
+
+    def _write(self, features: mx.array) -> None:
+        context = self._model.fuse(features)
+        for layer, cache in zip(self._model.layers, self.layers, strict=True):
+            layer.self_attn.write(context, cache)
+
+
 class DFlashDrafter:
     """A `Drafter` that proposes a whole block in one forward."""
 
@@ -137,15 +200,22 @@ class DFlashDrafter:
             * dtype.size,
         )
 
-    def new_state(self, lens: Lens) -> Arena:
-        return Arena(self.config.num_layers, lens)
+    def new_state(self, lens: Lens) -> DraftContext:
+        return DraftContext(self.model, lens)
 
     def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
-        logits = self.draft(state, anchor, width, k).logits
-        return Proposal(mx.argmax(logits, axis=-1).astype(mx.int32), logits)
+        state.plain = k == 0
+        if k == 0:
+            return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
+        return self.choose(anchor, self.draft(state, anchor, width, k))
 
-    def draft(self, state: Arena, anchor: mx.array, width: mx.array, k: int) -> Drafted:
+    def choose(self, anchor: mx.array, drafted: Drafted) -> Proposal:
+        """The drafts of one forward: greedy ones, and the logits to draw others from."""
+        return Proposal(mx.argmax(drafted.logits, axis=-1).astype(mx.int32), drafted.logits)
+
+    def draft(self, state: DraftContext, anchor: mx.array, width: mx.array, k: int) -> Drafted:
         """One forward of the draft: same-position prediction, row j for block offset j."""
+        state.catch_up()
         config, lens = self.config, state.lens
         lens.open(k + 1)
         masks = mx.full((anchor.shape[0], k), config.mask_token_id, dtype=mx.int32)
@@ -171,9 +241,7 @@ class DFlashDrafter:
         self, state: Any, tokens: mx.array, features: mx.array | None, keep: mx.array
     ) -> None:
         assert features is not None
-        context = self.model.fuse(features)
-        for layer, cache in zip(self.model.layers, state.layers, strict=True):
-            layer.self_attn.write(context, cache)
+        state.take(features)
 
     @staticmethod
     def _mask(lens: Lens, width: mx.array, window: int | None, causal: bool) -> mx.array:

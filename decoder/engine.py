@@ -22,6 +22,14 @@ from dflash_batch.decoder.cycle import Slots, Verdict, cycle
 from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
 from dflash_batch.decoder.logprobs import Shown, show
+from dflash_batch.decoder.policy import (
+    Fixed,
+    Landed,
+    Policy,
+    RowOutcome,
+    RowView,
+    arena_width,
+)
 from dflash_batch.decoder.prefill import Prefiller, Staged
 from dflash_batch.decoder.prefix import Tokens
 from dflash_batch.decoder.sampling import Sampler
@@ -36,9 +44,6 @@ from dflash_batch.decoder.types import (
     Request,
     TokenLogprob,
 )
-
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Row counts the arena is made for: few shapes, little idle width."""
 
 LOOK_AHEAD = 32
 """Waiting rows compared to find a shared prefix."""
@@ -64,6 +69,7 @@ class _Row:
     first: float = 0.0
     width: int = 1
     cycles: int = 0
+    plain: int = 0  # cycles without a draft
     drafted: int = 0
     accepted: int = 0
     emitted_per_cycle: list[int] = field(default_factory=list)
@@ -110,6 +116,7 @@ class _Flight(NamedTuple):
 
     rows: list[_Row | None]
     tokens: int  # per row, anchor included
+    context: int  # visible columns
     verdict: Verdict
     shown: Shown | None  # while some row wants log probabilities
 
@@ -119,6 +126,8 @@ class Decoder:
 
     `sampling` is the rule for batches in which some row samples. With `Coupled` a seed gives the
     same text whatever the drafts; with `Rejection` it does for one draft and block length.
+    `policy` chooses how many tokens to draft and how many rows to take, by default all there are;
+    it may be exchanged between steps.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -133,6 +142,7 @@ class Decoder:
         max_batch: int = 16,
         depth: int | None = None,
         sampling: Rule | None = None,
+        policy: Policy | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -149,6 +159,14 @@ class Decoder:
         self._slots = Slots(1, target, drafter)
         self._rows: list[_Row | None] = [None]  # of each slot
         self._flights: deque[_Flight] = deque()
+        self.policy = policy or Fixed(drafter.spec.max_k, trim=not self._gpu)
+        self._landed_at = 0.0
+        self._uneven = 1  # landings to come whose time is not that of a cycle alone
+
+    @property
+    def pair(self) -> tuple[Target, Drafter]:
+        """What decodes here, for those who measure it."""
+        return self._target, self._drafter
 
     # Prompts
 
@@ -278,6 +296,7 @@ class Decoder:
         self._waiting.clear()
         self._flights.clear()
         self._prefiller.forget()
+        self.policy.close()
         self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
         mx.clear_cache()
 
@@ -287,13 +306,12 @@ class Decoder:
         live = [row for row in self._rows if row is not None and not row.over]
         for row in live:
             row.width = max(row.width, len(live))
-        most = self._drafter.spec.max_k
-        # No row needs a block longer than its budget. A GPU keeps one shape all the same: a
-        # smaller block saves it nothing, and each new shape is planned anew.
-        k = most if self._gpu else min(most, max(row.left for row in live))
         self._slots.lens.bound = max(row.committed for row in live) + sum(
             flight.tokens for flight in self._flights
         )
+        context = self._context()
+        views = [RowView(row.request.uid, row.left) for row in live]
+        k = self.policy.choose(views, len(self._rows), context)
         rule = self._rule(self._slots.sampler)
         verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule)
         shown = show(logits, verdict.chosen) if _asked(live) else None
@@ -301,25 +319,52 @@ class Decoder:
             *(*verdict, *(shown or ())),
             *(self._slots.lens.offset, self._slots.anchor, self._slots.remaining),
         )
-        return _Flight(list(self._rows), k + 1, verdict, shown)
+        return _Flight(list(self._rows), k + 1, context, verdict, shown)
 
     def _rule(self, sampler: Sampler) -> Rule:
         return self._greedy if sampler.plain else self._sampling
 
+    def _context(self) -> int:
+        """Columns a cycle sees, in the arena's steps."""
+        lens = self._slots.lens
+        return -(-(lens.bound + 1) // lens.step) * lens.step
+
     def _land(self, flight: _Flight) -> None:
         chosen, keep, accepted, width, drafts = (np.array(a) for a in flight.verdict)
+        seconds = self._lap()
+        outcomes = []
         for slot, row in enumerate(flight.rows):
             if row is None or row.over:
                 continue
+            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
             kept = row.take(chosen[slot, : keep[slot]].tolist())
             if flight.shown is not None:
                 row.show(flight.shown, slot, kept)
             row.cycles += 1
+            row.plain += flight.tokens == 1
             row.drafted += int(width[slot]) - 1
             row.accepted += min(kept, int(accepted[slot]))
             if row.request.trace:
                 row.emitted_per_cycle.append(kept)
                 row.drafted_per_cycle.append(tuple(drafts[slot, : width[slot] - 1].tolist()))
+        self.policy.landed(
+            Landed(len(flight.rows), flight.tokens, flight.context, seconds, outcomes)
+        )
+
+    def _lap(self) -> float | None:
+        """Seconds since the last landing, if nothing but a cycle ran in them.
+
+        The host waits for each cycle anyway, so this is a cycle's time without another wait.
+        """
+        before, self._landed_at = self._landed_at, time.perf_counter()
+        if self._uneven:
+            self._uneven -= 1
+            return None
+        return self._landed_at - before
+
+    def _disturb(self) -> None:
+        """Other work is queued: it shows in the landings in flight, and in the next one."""
+        self._uneven = len(self._flights) + 1
 
     def _retire(self) -> list[_Row]:
         """Take out the rows that ended, and narrow the arena when it has become too wide."""
@@ -332,8 +377,8 @@ class Decoder:
         live = sum(row is not None for row in self._rows)
         if not live:
             self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
-        elif not self._waiting and _width(live) < len(self._rows):
-            self._resize(_width(live))
+        elif arena_width(live) < len(self._rows) and not self._free():
+            self._resize(arena_width(live))
         return over
 
     def _completion(self, row: _Row, now: float) -> Completion:
@@ -347,6 +392,7 @@ class Decoder:
             prefill_tokens=row.computed,
             cached_tokens=len(request.prompt) - row.computed,
             cycles=row.cycles,
+            spec=self.policy.effective(row.cycles, row.plain),
             draft_tokens=row.drafted,
             accepted_tokens=row.accepted,
             batch_width=row.width,
@@ -389,7 +435,8 @@ class Decoder:
     def _admit(self) -> list[_Row]:
         """Prefill waiting rows into free slots; return those that ended with their first token."""
         over = []
-        while self._waiting and (free := self._free()):
+        while free := self._free():
+            self._disturb()
             at_hand = [row.prompt for row in list(self._waiting)[:LOOK_AHEAD]]
             group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
             started = time.perf_counter()
@@ -423,13 +470,16 @@ class Decoder:
         return [int(token) for token in np.array(judged.chosen[:, 0])], shown
 
     def _free(self) -> int:
-        return self._max_batch - sum(row is not None for row in self._rows)
+        """How many waiting rows to admit now."""
+        live = sum(row is not None for row in self._rows)
+        ready = min(self._max_batch - live, len(self._waiting))
+        return self.policy.admit_more(live, ready, self._context()) if ready else 0
 
     def _seat(self, staged: list[tuple[_Row, int]], source: Slots) -> None:
         """Copy staged rows into free slots and make them live."""
         need = len(staged) + sum(row is not None for row in self._rows)
         if need > len(self._rows):
-            self._resize(min(_width(need), self._max_batch))
+            self._resize(min(arena_width(need), self._max_batch))
         empty = [slot for slot, row in enumerate(self._rows) if row is None]
         for slot, (row, i) in zip(empty, staged, strict=False):
             length = len(row.prompt)
@@ -441,6 +491,7 @@ class Decoder:
 
     def _resize(self, width: int) -> None:
         """Give the arena `width` rows: the live ones first, the rest idle."""
+        self._disturb()
         live = [slot for slot, row in enumerate(self._rows) if row is not None]
         self._slots.select(live + [0] * (width - len(live)))
         self._rows = [self._rows[slot] for slot in live] + [None] * (width - len(live))
@@ -451,8 +502,3 @@ class Decoder:
 
 def _asked(rows: Sequence[_Row]) -> bool:
     return any(row.request.logprobs is not None for row in rows)
-
-
-def _width(rows: int) -> int:
-    """The smallest arena width for `rows` live rows."""
-    return next((width for width in WIDTHS if width >= rows), rows)

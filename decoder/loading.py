@@ -25,6 +25,7 @@ from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
 from dflash_batch.decoder.drafters import Drafter, NoDrafter
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.errors import LoadError
+from dflash_batch.decoder.measured import cost_key, policy_for
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
 from dflash_batch.decoder.targets.gemma4 import Gemma4Target
@@ -81,7 +82,14 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
         has_chat_template=tokenizer is not None and bool(tokenizer.has_chat_template),
     )
     progress("ready", 1.0)
-    return Decoder(target, drafter, info=info, tokenizer=tokenizer, max_batch=spec.max_batch)
+    return Decoder(
+        target,
+        drafter,
+        info=info,
+        tokenizer=tokenizer,
+        max_batch=spec.max_batch,
+        policy=policy_for(spec, drafter, cost_key(folder, config, target, drafter)),
+    )
 
 
 def find(name: str) -> Path:
@@ -169,7 +177,7 @@ def _parameters(model: nn.Module) -> dict[str, mx.array]:
 
 def load_drafter(spec: LoadSpec, target: Target) -> tuple[Drafter, str | None, str | None]:
     """The drafter, its name, and a notice when one was looked for and not found."""
-    if spec.draft == "none":
+    if spec.draft == "none" or spec.spec == "off":
         return NoDrafter(), None, None
     name: str | None = spec.draft
     if spec.draft == "auto":

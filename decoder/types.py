@@ -22,6 +22,8 @@ class LoadSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_batch: int = 16  # rows decoded together
     max_context: int | None = None  # tokens of prompt + output of a row; None: the model's
+    spec: Literal["auto", "on", "off"] = "on"  # draft where it pays, always, or never
+    cost_dir: str | None = None  # folder of measured cycle costs; None: they are not kept
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Completion:
     decode_ms: float
     seed: int | None = None  # of its sampling, if tokens were drawn
     logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if asked for
+    spec: Literal["on", "off", "auto-off"] = "on"  # "auto-off": for most cycles drafts did not pay
     emitted_per_cycle: tuple[int, ...] | None = field(default=None)  # with trace only
     drafted_per_cycle: tuple[tuple[int, ...], ...] | None = field(default=None)
 

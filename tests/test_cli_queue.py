@@ -195,7 +195,7 @@ def test_a_queue_that_is_not_there(cli: Cli, source: Path) -> None:
 
 
 def test_worker_hands_its_options_on(
-    cli: Cli, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[WorkerSettings] = []
 
@@ -206,15 +206,18 @@ def test_worker_hands_its_options_on(
     monkeypatch.setattr(worker_main, "run_worker", run_worker)
     assert cli("worker").exit_code == exits.OK
     options = ("-m", "demo", "--draft", "none", "--lease-ttl", 9, "--burst", "--max-batch", 2, "-q")
-    assert cli("worker", *options).exit_code == exits.NOT_FOUND
+    assert cli("worker", *options, "--spec", "off").exit_code == exits.NOT_FOUND
     first, second = seen
-    assert first == WorkerSettings(redis_url=valkey_url)
+    costs = str(tmp_path / "home" / "costs")
+    assert first == WorkerSettings(redis_url=valkey_url, cost_dir=costs)
     assert second == WorkerSettings(
         redis_url=valkey_url,
         model=ModelRef(target="demo", draft="none"),
         lease_ttl_s=9.0,
         burst=True,
         max_batch=2,
+        spec="off",
+        cost_dir=costs,
         log_level="WARNING",
     )
     assert cli("worker", "-m", "./nope").exit_code == exits.NOT_FOUND

@@ -121,6 +121,7 @@ def test_defaults(fake: FakeClient, source: Path, tmp_path: Path) -> None:
     assert options.home == tmp_path / "home"
     assert (options.name, options.redis, options.new) == ("in.jsonl", None, False)
     assert (options.max_batch, options.lease_ttl_s, options.max_context) == (16, 45.0, None)
+    assert options.spec == "on"
     ref = options.model
     assert (ref.target, ref.draft, ref.block, ref.dtype) == ("demo", "auto", None, "auto")
     assert [row.custom_id for row in fake.rows] == ["a", "b"]
@@ -131,6 +132,7 @@ def test_every_option_arrives(fake: FakeClient, source: Path, tmp_path: Path) ->
     result = invoke(
         *("--home", tmp_path / "h", "run", source, "-m", "m", "--draft", "./m", "--block", 4),
         *("--dtype", "float32", "--max-batch", 3, "--max-context", 99, "--new", "--lease-ttl", 5),
+        *("--spec", "on"),
         *("-o", "deep.out.jsonl", "--redis", "redis://somewhere", "--errors", "bad.jsonl"),
     )
     assert result.exit_code == exits.OK
@@ -140,6 +142,7 @@ def test_every_option_arrives(fake: FakeClient, source: Path, tmp_path: Path) ->
     assert (ref.target, ref.draft) == (str(tmp_path / "m"), str(tmp_path / "m"))
     assert (ref.block, ref.dtype) == (4, "float32")
     assert (options.max_batch, options.max_context, options.lease_ttl_s) == (3, 99, 5.0)
+    assert options.spec == "on"
     assert options.output == tmp_path / "deep.out.jsonl"
     assert options.errors == tmp_path / "bad.jsonl"
     assert (options.home, options.redis, options.new) == (tmp_path / "h", "redis://somewhere", True)

@@ -85,6 +85,7 @@ def test_the_interoperability_vectors_through_the_command_line(
     out = dflash(
         tmp_path / "home",
         *("run", str(batch), "-m", str(VECTORS / "target"), "--draft", str(draft)),
+        *("--spec", "on"),
         *("--dtype", "float32", "--max-batch", max_batch, "--json"),
     )
 
@@ -213,6 +214,7 @@ def test_a_worker_killed_in_mid_run_costs_nothing(tmp_path: Path) -> None:
     out = tmp_path / "k.out.jsonl"
     words = [
         *("run", str(batch), "-m", str(VECTORS / "target"), "--draft", str(VECTORS / "draft-b4")),
+        *("--spec", "on"),
         *("--dtype", "float32", "--max-batch", "4", "--lease-ttl", "2", "--json"),
     ]
 

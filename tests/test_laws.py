@@ -22,7 +22,9 @@ from tiny import (
     request,
 )
 
+from dflash_batch.decoder.cost import CostTable
 from dflash_batch.decoder.drafters import NoDrafter
+from dflash_batch.decoder.policy import Fixed, Goodput, Plain
 from dflash_batch.decoder.types import Request
 
 MODELS = ("llama", "qwen3", "qwen3_moe-4bit", "gemma4", "qwen3_5")  # one of each kind of loop
@@ -161,6 +163,58 @@ def test_a_stop_token_ends_a_row_at_every_block_offset(case: Case, rows: int) ->
         done = finish(decoder)[2]
         assert list(done.token_ids) == text[: text.index(stop) + 1]
         assert done.finish_reason == "stop"
+
+
+class Whim(Fixed):
+    """Another block length and width each time, by chance."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        super().__init__(most, trim=False)
+        self.random = np.random.default_rng(seed)
+        self.most = most
+
+    def choose(self, rows: Any, width: int, context: int) -> int:
+        return int(self.random.integers(0, self.most + 1)) if self.random.random() < 0.7 else 0
+
+    def admit_more(self, live: int, ready: int, context: int) -> int:
+        return int(self.random.integers(not live, ready + 1))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_depends_on_the_block_lengths_chosen(case: Case, seed: int, depth: int) -> None:
+    decoder = make_decoder(
+        case.target, case.oracle(8, 0.3, seed), max_batch=5, depth=depth, policy=Whim(7, seed)
+    )
+    for i in range(8):
+        decoder.add(request(i, case.prompts[i], BUDGETS[i]))
+
+    done = finish(decoder)
+
+    assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_token_depends_on_goodput(case: Case, depth: int) -> None:
+    policy = Goodput(CostTable(), 8)
+    decoder = make_decoder(
+        case.target, case.oracle(8, 0.3), max_batch=5, depth=depth, policy=policy
+    )
+    for i in range(8):
+        decoder.add(request(i, case.prompts[i], BUDGETS[i]))
+
+    done = finish(decoder)
+
+    assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
+    assert not policy.table.empty, "cycles were timed"
+
+
+def test_plain_leaves_the_drafter_alone(case: Case) -> None:
+    decoder = make_decoder(case.target, case.oracle(8, 0.0), max_batch=5, policy=Plain())
+    decoder.add(request(2, case.prompts[2], BUDGETS[2]))
+    done = finish(decoder)[2]
+    assert list(done.token_ids) == case.expected[2]
+    assert (done.draft_tokens, done.spec) == (0, "off")
 
 
 def test_a_shared_prefix_is_computed_once_and_changes_no_token(case: Case) -> None:

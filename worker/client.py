@@ -20,10 +20,10 @@ from typing import Any
 import redis
 
 from dflash_batch.worker.appender import OutputTaken
-from dflash_batch.worker.contract import BatchState, JobSpec, ModelRef
+from dflash_batch.worker.contract import BatchState, JobSpec, ModelRef, Spec
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.follow import Follower, QueueLost
-from dflash_batch.worker.home import private_dir
+from dflash_batch.worker.home import cost_dir, private_dir
 from dflash_batch.worker.journal import Journal, Run, open_journal
 from dflash_batch.worker.locks import locked
 from dflash_batch.worker.private import PrivateWorker
@@ -74,6 +74,7 @@ class RunOptions:
     max_batch: int = 16
     lease_ttl_s: float = 45.0
     max_context: int | None = None
+    spec: Spec = "on"
     engine_command: tuple[str, ...] = ENGINE_COMMAND
 
 
@@ -333,6 +334,8 @@ class _Session:
             max_batch=options.max_batch,
             lease_ttl_s=options.lease_ttl_s,
             max_context=options.max_context,
+            spec=options.spec,
+            cost_dir=str(cost_dir(options.home)),
             engine_command=options.engine_command,
         )
         return PrivateWorker(

@@ -113,6 +113,10 @@ class JobSpec(Record):
 _ROWS = TypeAdapter(list[JobSpec])
 
 
+Spec = Literal["auto", "on", "off"]
+"""Whether to draft: where it pays, always, or never. Not of a `ModelRef`: it changes no token."""
+
+
 class ModelRef(Record):
     """What a worker must load to do a batch. Its key decides which worker sees which shard."""
 

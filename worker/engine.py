@@ -231,6 +231,8 @@ def _spec(order: Load) -> LoadSpec:
         dtype=order.model.dtype,
         max_batch=order.max_batch,
         max_context=order.max_context,
+        spec=order.spec,
+        cost_dir=order.cost_dir,
     )
 
 

@@ -29,6 +29,11 @@ def home_dir(option: str | None) -> Path:
     return private_dir(path.absolute())
 
 
+def cost_dir(home: Path) -> Path:
+    """Where measured cycle costs are kept."""
+    return home / "costs"
+
+
 def platform_home() -> Path:
     """Where this platform keeps an application's state."""
     if sys.platform == "darwin":

@@ -125,6 +125,8 @@ class Keeper:
                     worker=self._worker,
                     max_batch=self._settings.max_batch,
                     max_context=self._settings.max_context,
+                    spec=self._settings.spec,
+                    cost_dir=self._settings.cost_dir,
                 )
             )
 

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from dflash_batch.worker.contract import JobSpec, ModelRef, Record, RowResult
+from dflash_batch.worker.contract import JobSpec, ModelRef, Record, RowResult, Spec
 
 _READ = 1 << 18
 
@@ -29,6 +29,8 @@ class Load(Record):
     worker: str
     max_batch: int
     max_context: int | None = None
+    spec: Spec = "auto"
+    cost_dir: str | None = None
 
 
 class Admit(Record):

@@ -13,7 +13,7 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from dflash_batch.decoder.errors import PromptError
@@ -236,7 +236,7 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         completion_tokens=sum(len(completion.token_ids) for completion in completions),
         draft_tokens=total("draft_tokens"),
         accepted_tokens=total("accepted_tokens"),
-        spec="off" if info.draft is None else "on",
+        spec=_spec(completions, where),
         cache_source="batch" if cached else "none",
         draft=info.draft,
         block=info.block,
@@ -246,6 +246,16 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         drafted_per_cycle=[[list(block) for block in drafted or ()] for _, drafted in traced]
         or None,
     )
+
+
+def _spec(
+    completions: Sequence[Completion], where: Circumstances
+) -> Literal["on", "off", "auto-off"]:
+    """Whether drafts were used; "auto-off" if that was left to us and they did not pay."""
+    if where.info.draft is None:
+        return "off"
+    kinds = {completion.spec for completion in completions}
+    return "auto-off" if kinds == {"auto-off"} else "on"
 
 
 def _body(

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_batch.worker.contract import ModelRef
+from dflash_batch.worker.contract import ModelRef, Spec
 
 ENGINE_COMMAND = (sys.executable, "-m", "dflash_batch.worker.engine")
 
@@ -22,6 +22,8 @@ class WorkerSettings:
     max_batch: int = 16  # rows decoded together
     lease_ttl_s: float = 45.0
     max_context: int | None = None
+    spec: Spec = "on"  # draft where it pays (auto), always, or never; no token depends on it
+    cost_dir: str | None = None  # where measured cycle costs are kept
     burst: bool = False  # exit when nothing is left to do
     batch_id: str | None = None  # private worker: only this batch, exit when it is over
     engine_command: tuple[str, ...] = ENGINE_COMMAND
