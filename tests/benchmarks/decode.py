@@ -3,9 +3,10 @@
     python tests/benchmarks/decode.py PROMPTS.jsonl -m TARGET [--draft DRAFT] [--widths 1,8,32]
 
 PROMPTS.jsonl is a batch file of chat lines. All systems get the same token ids, decode greedily
-and stop by themselves; times include prefill. It also says how many of our texts equal mlx-lm's
-own, and for those that part, the gap between the two best logits where they part: on a GPU, rows
-are summed in another order at another width, so texts may part at near-ties.
+and stop by themselves; times include prefill; each runs twice and the second run counts.
+It also says how many of our texts equal mlx-lm's own, and for those that part, the gap between the
+two best logits where they part: on a GPU, rows are summed in another order at another width, so
+texts may part at near-ties.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def main() -> None:
     print(f"{'system':<28}{'width':>6}{'tok/s':>9}{'jobs/s':>8}{'tau':>6}{'prefilled':>11}")
     for width in [int(w) for w in options.widths.split(",")]:
         theirs = reference.run(prompts, width, options.max_tokens)
-        for draft in ("none", options.draft):
-            ours = run(replace(spec, draft=draft, max_batch=width), prompts, options.max_tokens)
+        for how in ("off", "on", "auto"):
+            ours = run(replace(spec, spec=how, max_batch=width), prompts, options.max_tokens)
             compare(reference, prompts, theirs, ours, width)
     print(f"peak memory {mx.get_peak_memory() / 2**30:.2f} GiB")
 
@@ -66,26 +67,22 @@ def report(name: str, width: int, texts: Texts, seconds: float, tau: float, pref
 def run(spec: LoadSpec, prompts: Texts, max_tokens: int) -> Texts:
     """Our decoder, once to warm up and once for the clock."""
     decoder = load_decoder(spec)
-    for timed in (False, True):
-        some = prompts if timed else prompts[: spec.max_batch]
-        for uid, prompt in enumerate(some):
-            decoder.add(Request(uid, tuple(prompt), max_tokens if timed else 24))
-        done: dict[int, Completion] = {}
+    for _ in range(2):
         start = time.perf_counter()
-        while any(decoder.load()):
-            done |= {c.uid: c for c in decoder.step()}
+        requests = (Request(uid, tuple(p), max_tokens) for uid, p in enumerate(prompts))
+        done: dict[int, Completion] = {c.uid: c for c in decoder.run(requests)}
         seconds = time.perf_counter() - start
+        decoder.close()  # the second run shall find no prefix held
     texts = [list(done[uid].token_ids) for uid in range(len(prompts))]
     cycles = sum(c.cycles for c in done.values())
     report(
-        f"dflash-batch, draft {'no' if spec.draft == 'none' else decoder.info.block}",
+        f"dflash-batch, drafts {spec.spec}",
         spec.max_batch,
         texts,
         seconds,
         (sum(map(len, texts)) - len(texts)) / max(cycles, 1),
         sum(c.prefill_tokens for c in done.values()),
     )
-    decoder.close()
     return texts
 
 
@@ -105,14 +102,13 @@ class Peer:
         return ids
 
     def run(self, prompts: Texts, width: int, max_tokens: int) -> Texts:
-        for timed in (False, True):
-            some = prompts if timed else prompts[:width]
+        for _ in range(2):
             start = time.perf_counter()
             answer: Any = batch_generate(
                 self.model,
                 self.tokenizer,
-                some,
-                max_tokens=max_tokens if timed else 24,
+                prompts,
+                max_tokens=max_tokens,
                 completion_batch_size=width,
                 prefill_batch_size=min(width, 8),
                 return_token_ids=True,
