@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Two at a time, a file staying together: many tests wait for processes.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: demo test check fmt lint types clean
 
@@ -11,10 +13,10 @@ demo: $(VENV)/.installed
 	$(BIN)/dflash-batch demo
 
 test: $(VENV)/.tested
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 
 check: $(VENV)/.tested lint types
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST)
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .
