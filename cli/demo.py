@@ -20,7 +20,7 @@ from dflash_batch.cli.common import (
     talk,
 )
 from dflash_batch.cli.intake import read_input
-from dflash_batch.cli.models import DEMO, draft_options, model_ref, spec_option
+from dflash_batch.cli.models import DEMO, draft_options, max_batch_option, model_ref, spec_option
 from dflash_batch.cli.run import run
 from dflash_batch.cli.screen import open_screen
 from dflash_batch.cli.summary import records
@@ -38,15 +38,8 @@ SHOWN = 4
 
 @click.command("demo")
 @draft_options
-@spec_option("on")
-@click.option(
-    "--max-batch",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    metavar="N",
-    help="Most rows decoded together.",
-)
+@spec_option
+@max_batch_option
 @click.option("-o", "--output", metavar="DIR", help="Where files go. [default: demo in --home]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end.")
 @cache_dir_option

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import click
 
-from dflash_batch.worker.contract import ModelRef, Spec
+from dflash_batch.worker.contract import ModelRef
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.reader import Reading
 
@@ -35,15 +35,19 @@ def draft_options(function: _F) -> _F:
     return function
 
 
-def spec_option(default: Spec) -> Callable[[_F], _F]:
+def spec_option(function: _F) -> _F:
     """`--spec`, whether to draft."""
-    return click.option(
-        "--spec",
-        type=click.Choice(["auto", "on", "off"]),
-        default=default,
-        show_default=True,
-        help="Draft where it pays by what cycles cost here, always, or never. Texts stay the same.",
-    )
+    return _SPEC(function)
+
+
+def max_batch_option(function: _F) -> _F:
+    """`--max-batch`."""
+    return _MAX_BATCH(function)
+
+
+def max_context_option(function: _F) -> _F:
+    """`--max-context`."""
+    return _MAX_CONTEXT(function)
 
 
 def model_option(function: _F) -> _F:
@@ -114,4 +118,22 @@ _OPTIONS = (
         show_default=True,
         help="Arithmetic of the weights.",
     ),
+)
+_SPEC = click.option(
+    "--spec",
+    type=click.Choice(["auto", "on", "off"]),
+    default="on",
+    show_default=True,
+    help="Draft where it pays by what cycles cost here, always, or never. Texts stay the same.",
+)
+_MAX_BATCH = click.option(
+    "--max-batch",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Most rows decoded together.",
+)
+_MAX_CONTEXT = click.option(
+    "--max-context", type=click.IntRange(min=2), metavar="N", help="Use less context, in tokens."
 )

@@ -20,7 +20,15 @@ from dflash_batch.cli.intake import (
     show_problems,
     show_warnings,
 )
-from dflash_batch.cli.models import draft_options, model_option, model_ref, named_model, spec_option
+from dflash_batch.cli.models import (
+    draft_options,
+    max_batch_option,
+    max_context_option,
+    model_option,
+    model_ref,
+    named_model,
+    spec_option,
+)
 from dflash_batch.cli.screen import Screen, open_screen
 from dflash_batch.cli.summary import summary
 from dflash_batch.worker import client
@@ -41,18 +49,9 @@ class Places:
 @click.argument("file")
 @model_option
 @draft_options
-@spec_option("on")
-@click.option(
-    "--max-batch",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    metavar="N",
-    help="Most rows decoded together.",
-)
-@click.option(
-    "--max-context", type=click.IntRange(min=2), metavar="N", help="Use less context, in tokens."
-)
+@spec_option
+@max_batch_option
+@max_context_option
 @click.option(
     "--on-invalid",
     type=click.Choice(["fail", "skip"]),

@@ -6,7 +6,13 @@ import click
 
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
-from dflash_batch.cli.models import draft_options, model_ref, spec_option
+from dflash_batch.cli.models import (
+    draft_options,
+    max_batch_option,
+    max_context_option,
+    model_ref,
+    spec_option,
+)
 from dflash_batch.worker import main as worker_main
 from dflash_batch.worker.contract import Spec
 from dflash_batch.worker.home import cost_dir, home_dir
@@ -23,18 +29,9 @@ from dflash_batch.worker.settings import WorkerSettings
     "[default: whatever the queue has work for]",
 )
 @draft_options
-@spec_option("on")
-@click.option(
-    "--max-batch",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    metavar="N",
-    help="Most rows decoded together.",
-)
-@click.option(
-    "--max-context", type=click.IntRange(min=2), metavar="N", help="Use less context, in tokens."
-)
+@spec_option
+@max_batch_option
+@max_context_option
 @click.option(
     "--lease-ttl",
     type=click.FloatRange(min=1),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jinja2
@@ -31,14 +30,13 @@ from dflash_batch.decoder.policy import (
     arena_width,
 )
 from dflash_batch.decoder.prefill import Prefiller, Staged
-from dflash_batch.decoder.prefix import Tokens
+from dflash_batch.decoder.row import Row
 from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.text import Detokenizer, StopStrings, cut
 from dflash_batch.decoder.types import (
     Candidate,
     Completion,
-    FinishReason,
     Load,
     ModelInfo,
     Request,
@@ -52,69 +50,10 @@ DEFAULT_MAX_TOKENS = 1024
 """Budget of a row that names none, when the context has that much room."""
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A row's life on the host."""
-
-    request: Request
-    prompt: Tokens
-    added: float
-    stops: frozenset[int]
-    watch: StopStrings | None
-    tokens: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-    cancelled: bool = False
-    computed: int = 0
-    started: float = 0.0
-    first: float = 0.0
-    width: int = 1
-    cycles: int = 0
-    plain: int = 0  # cycles without a draft
-    drafted: int = 0
-    accepted: int = 0
-    emitted_per_cycle: list[int] = field(default_factory=list)
-    drafted_per_cycle: list[tuple[int, ...]] = field(default_factory=list)
-    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
-
-    @property
-    def over(self) -> bool:
-        return self.cancelled or self.reason is not None
-
-    @property
-    def left(self) -> int:
-        return self.request.max_tokens - len(self.tokens)
-
-    @property
-    def committed(self) -> int:
-        """Tokens in the cache: all but the anchor."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    def take(self, tokens: Sequence[int]) -> int:
-        """Emit tokens up to and including the one that ends the row; return how many."""
-        for n, token in enumerate(tokens, 1):
-            self.tokens.append(token)
-            if token in self.stops or (self.watch is not None and self.watch.push(token)):
-                self.reason = "stop"
-            elif self.left <= 0:
-                self.reason = "length"
-            if self.reason is not None:
-                return n
-        return len(tokens)
-
-    def show(self, shown: Shown, slot: int, count: int) -> None:
-        """Note the log probabilities of the `count` tokens just taken, if they are wanted."""
-        if self.request.logprobs is None:
-            return
-        chosen, ids, values = (np.array(a[slot, :count]) for a in shown)
-        for own, others, logs in zip(chosen, ids, values, strict=True):
-            top = list(zip(others.tolist(), logs.tolist(), strict=True))
-            self.logprobs.append((float(own), top[: self.request.logprobs]))
-
-
 class _Flight(NamedTuple):
     """A cycle on its way: whose slot was whose when it was launched."""
 
-    rows: list[_Row | None]
+    rows: list[Row | None]
     tokens: int  # per row, anchor included
     context: int  # visible columns
     verdict: Verdict
@@ -154,10 +93,10 @@ class Decoder:
         self._gpu = mx.default_device() == mx.gpu
         self._depth = int(self._gpu) if depth is None else depth
         self._greedy, self._sampling = Greedy(), sampling or Coupled()
-        self._waiting: deque[_Row] = deque()
+        self._waiting: deque[Row] = deque()
         self._prefiller = Prefiller(target, drafter)
         self._slots = Slots(1, target, drafter)
-        self._rows: list[_Row | None] = [None]  # of each slot
+        self._rows: list[Row | None] = [None]  # of each slot
         self._flights: deque[_Flight] = deque()
         self.policy = policy or Fixed(drafter.spec.max_k, trim=not self._gpu)
         self._landed_at = 0.0
@@ -236,7 +175,7 @@ class Decoder:
         eos = frozenset[int]() if request.ignore_eos else self.info.eos_token_ids
         watch = StopStrings(self._need_tokenizer("stop"), request.stop) if request.stop else None
         self._waiting.append(
-            _Row(
+            Row(
                 request=request,
                 prompt=np.array(request.prompt, dtype=np.int32),
                 added=time.perf_counter(),
@@ -366,7 +305,7 @@ class Decoder:
         """Other work is queued: it shows in the landings in flight, and in the next one."""
         self._uneven = len(self._flights) + 1
 
-    def _retire(self) -> list[_Row]:
+    def _retire(self) -> list[Row]:
         """Take out the rows that ended, and narrow the arena when it has become too wide."""
         over = [row for row in self._rows if row is not None and row.over]
         for slot, row in enumerate(self._rows):
@@ -381,7 +320,7 @@ class Decoder:
             self._resize(arena_width(live))
         return over
 
-    def _completion(self, row: _Row, now: float) -> Completion:
+    def _completion(self, row: Row, now: float) -> Completion:
         request = row.request
         return Completion(
             uid=request.uid,
@@ -406,14 +345,14 @@ class Decoder:
             drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,
         )
 
-    def _text(self, row: _Row) -> str:
+    def _text(self, row: Row) -> str:
         if self._tokenizer is None:
             return ""
         # Decoded whole at the end: pieces joined can differ at their seams for some tokenizers.
         ids = row.tokens[:-1] if row.tokens[-1] in row.stops else row.tokens
         return cut(self._tokenizer.decode(ids, skip_special_tokens=True), row.request.stop)
 
-    def _logprobs(self, row: _Row) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, row: Row) -> tuple[TokenLogprob, ...]:
         pieces = Detokenizer(self._tokenizer) if self._tokenizer is not None else None
         offset, logprobs = 0, []
         for token, (own, top) in zip(row.tokens, row.logprobs, strict=True):
@@ -432,7 +371,7 @@ class Decoder:
 
     # Admission
 
-    def _admit(self) -> list[_Row]:
+    def _admit(self) -> list[Row]:
         """Prefill waiting rows into free slots; return those that ended with their first token."""
         over = []
         while free := self._free():
@@ -452,7 +391,7 @@ class Decoder:
             self._seat([(row, i) for i, row in enumerate(group) if not row.over], staged.slots)
         return over
 
-    def _first(self, group: list[_Row], staged: Staged) -> tuple[list[int], Shown | None]:
+    def _first(self, group: list[Row], staged: Staged) -> tuple[list[int], Shown | None]:
         """The first token of each row: a block without drafts, behind the prompt's last token."""
         sampler = staged.slots.sampler
         for i, row in enumerate(group):
@@ -475,7 +414,7 @@ class Decoder:
         ready = min(self._max_batch - live, len(self._waiting))
         return self.policy.admit_more(live, ready, self._context()) if ready else 0
 
-    def _seat(self, staged: list[tuple[_Row, int]], source: Slots) -> None:
+    def _seat(self, staged: list[tuple[Row, int]], source: Slots) -> None:
         """Copy staged rows into free slots and make them live."""
         need = len(staged) + sum(row is not None for row in self._rows)
         if need > len(self._rows):
@@ -500,5 +439,5 @@ class Decoder:
             self._slots.sampler.clear(slot)
 
 
-def _asked(rows: Sequence[_Row]) -> bool:
+def _asked(rows: Sequence[Row]) -> bool:
     return any(row.request.logprobs is not None for row in rows)
