@@ -6,31 +6,21 @@ The loop is ours so that taps are read without patching and the cache can be an 
 
 from __future__ import annotations
 
-from typing import Any
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_batch.decoder.arena import Arena, Lens
 from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.targets.base import Forward, check_rope
+from dflash_batch.decoder.targets.stack import Stack, side_by_side
 
 
-class DenseTarget:
+class DenseTarget(Stack):
     """Pre-norm blocks of attention (full or sliding) and an MLP or experts."""
 
     def __init__(self, model: nn.Module, family: str, context_length: int) -> None:
-        args: Any = model.args
-        self.family = family
-        self.context_length = context_length
-        self._model: Any = model.model
-        self._blocks: list[Any] = self._model.layers
-        self._lm_head = None if args.tie_word_embeddings else model.lm_head
-        self.layers = len(self._blocks)
-        self.hidden_size: int = args.hidden_size
-        self.vocab_size: int = args.vocab_size
-        self.dtype: mx.Dtype = self._model.norm.weight.dtype
-        self._window: int | None = getattr(args, "sliding_window", None)
+        super().__init__(model, family, context_length)
+        self._window: int | None = getattr(model.args, "sliding_window", None)
         self._sliding = [bool(getattr(block, "use_sliding", False)) for block in self._blocks]
         if any(self._sliding) and not self._window:
             raise LoadError("the target has sliding layers but no sliding_window")
@@ -53,19 +43,4 @@ class DenseTarget:
             h = block(h, near if self._sliding[i] else full, cache)
             if i in taps:
                 tapped[i] = h
-        features = mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
-        return Forward(h, features)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self.head(self._model.norm(hidden))
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        x: mx.array = self._model.embed_tokens(tokens)
-        return x
-
-    def head(self, hidden: mx.array) -> mx.array:
-        if self._lm_head is not None:
-            out: mx.array = self._lm_head(hidden)
-        else:
-            out = self._model.embed_tokens.as_linear(hidden)
-        return out
+        return Forward(h, side_by_side(tapped, taps))

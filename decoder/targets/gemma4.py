@@ -15,27 +15,22 @@ from mlx_lm.models.gemma4_text import logit_softcap
 
 from dflash_batch.decoder.arena import Lens
 from dflash_batch.decoder.targets.base import Forward, check_rope
+from dflash_batch.decoder.targets.stack import Stack, side_by_side
 from dflash_batch.decoder.window import WindowArena
 
 KeysValues = tuple[mx.array, mx.array]
 
 
-class Gemma4Target:
-    """`gemma4_text`, alone or as the language model of the multimodal `gemma4`."""
+class Gemma4Target(Stack):
+    """`gemma4_text`, alone or as the language model of the multimodal `gemma4`.
+
+    `head` is the head before soft-capping: a draft says itself whether its logits are capped.
+    """
 
     def __init__(self, model: nn.Module, family: str, context_length: int) -> None:
         text: Any = getattr(model, "language_model", model)
-        args = text.args
-        self.family = family
-        self.context_length = context_length
-        self._text = text
-        self._model: Any = text.model
-        self._blocks: list[Any] = self._model.layers
-        self._softcap: float | None = args.final_logit_softcapping
-        self.layers = len(self._blocks)
-        self.hidden_size: int = args.hidden_size
-        self.vocab_size: int = args.vocab_size
-        self.dtype: mx.Dtype = self._model.norm.weight.dtype
+        super().__init__(text, family, context_length)
+        self._softcap: float | None = text.args.final_logit_softcapping
         self._sliding = [block.layer_type == "sliding_attention" for block in self._blocks]
         self._owners = sum(bool(block.self_attn.has_kv) for block in self._blocks)
         for block in self._blocks:
@@ -67,8 +62,7 @@ class Gemma4Target:
             )
             if i in taps:
                 tapped[i] = h
-        features = mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
-        return Forward(h, features)
+        return Forward(h, side_by_side(tapped, taps))
 
     def _extra(self, tokens: mx.array, h: mx.array) -> mx.array | None:
         """The extra input of each token and layer, [R, T, layers, p], if the model has any."""
@@ -79,19 +73,11 @@ class Gemma4Target:
         return extra
 
     def logits(self, hidden: mx.array) -> mx.array:
-        out = self.head(self._model.norm(hidden))
+        out = super().logits(hidden)
         if self._softcap is not None:
             out = logit_softcap(self._softcap, out)
         return out
 
     def embed(self, tokens: mx.array) -> mx.array:
-        x: mx.array = self._model.embed_tokens(tokens) * self._model.embed_scale
+        x: mx.array = super().embed(tokens) * self._model.embed_scale
         return x
-
-    def head(self, hidden: mx.array) -> mx.array:
-        """The head before soft-capping: a draft says itself whether its logits are capped."""
-        if self._text.tie_word_embeddings:
-            out: mx.array = self._model.embed_tokens.as_linear(hidden)
-        else:
-            out = self._text.lm_head(hidden)
-        return out

@@ -16,23 +16,15 @@ from dflash_batch.decoder.arena import Lens
 from dflash_batch.decoder.gdn import DeltaLayer
 from dflash_batch.decoder.hybrid import HybridArena
 from dflash_batch.decoder.targets.base import Forward, check_rope
+from dflash_batch.decoder.targets.stack import Stack, side_by_side
 
 
-class Qwen35Target:
+class Qwen35Target(Stack):
     """The language model of `qwen3_5` or `qwen3_5_moe`."""
 
     def __init__(self, model: nn.Module, family: str, context_length: int) -> None:
         text: Any = model.language_model
-        args = text.args
-        self.family = family
-        self.context_length = context_length
-        self._model: Any = text.model
-        self._blocks: list[Any] = self._model.layers
-        self._lm_head = None if args.tie_word_embeddings else text.lm_head
-        self.layers = len(self._blocks)
-        self.hidden_size: int = args.hidden_size
-        self.vocab_size: int = args.vocab_size
-        self.dtype: mx.Dtype = self._model.norm.weight.dtype
+        super().__init__(text, family, context_length)
         self._deltas = [block.linear_attn for block in self._blocks if block.is_linear]
         self._rule = delta_rule.choose()
         for block in self._blocks:
@@ -58,19 +50,4 @@ class Qwen35Target:
             h = h + block.mlp(block.post_attention_layernorm(h))
             if i in taps:
                 tapped[i] = h
-        features = mx.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
-        return Forward(h, features)
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        return self.head(self._model.norm(hidden))
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        x: mx.array = self._model.embed_tokens(tokens)
-        return x
-
-    def head(self, hidden: mx.array) -> mx.array:
-        if self._lm_head is not None:
-            out: mx.array = self._lm_head(hidden)
-        else:
-            out = self._model.embed_tokens.as_linear(hidden)
-        return out
+        return Forward(h, side_by_side(tapped, taps))
