@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from dflash_batch.decoder.arena import Arena, LayerKV, Lens, Snapshot
+from dflash_batch.decoder.attention import as_mask, attend
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.drafters import DrafterSpec, Proposal
 from dflash_batch.decoder.targets.base import Target
@@ -63,9 +64,7 @@ class DraftAttention(nn.Module):
         queries = self.q_norm(self.q_proj(x).reshape(rows, width, self.heads, -1))
         queries = self.rope(queries.transpose(0, 2, 1, 3), offset=cache.offset)
         keys, values = self.write(x, cache)
-        out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, mask=mask
-        )
+        out = attend(queries, keys, values, self.scale, mask)
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(rows, width, -1))
 
 
@@ -224,7 +223,7 @@ class DFlashDrafter:
         if config.embedding_scale != 1.0:
             x = x * config.embedding_scale
         kinds = {
-            kind: self._mask(lens, width, *kind)
+            kind: as_mask(self._mask(lens, width, *kind), x.dtype)
             for kind in set(zip(config.windows, config.causal, strict=True))
         }
         for i, (layer, cache) in enumerate(zip(self.model.layers, state.layers, strict=True)):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_batch.decoder.arena import Arena, Lens
+from dflash_batch.decoder.attention import as_mask, self_attention
 from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.targets.base import Forward, check_rope
 from dflash_batch.decoder.targets.stack import Stack, side_by_side
@@ -36,11 +37,15 @@ class DenseTarget(Stack):
 
     def forward(self, tokens: mx.array, arena: Arena, taps: tuple[int, ...]) -> Forward:
         h = self.embed(tokens)
-        full = arena.lens.causal()
-        near = arena.lens.causal(self._window) if any(self._sliding) else full
+        full = as_mask(arena.lens.causal(), self.dtype)
+        near = full
+        if any(self._sliding):
+            near = as_mask(arena.lens.causal(self._window), self.dtype)
         tapped: dict[int, mx.array] = {}
         for i, (block, cache) in enumerate(zip(self._blocks, arena.layers, strict=True)):
-            h = block(h, near if self._sliding[i] else full, cache)
+            mask = near if self._sliding[i] else full
+            h = h + self_attention(block.self_attn, block.input_layernorm(h), mask, cache)
+            h = h + block.mlp(block.post_attention_layernorm(h))
             if i in taps:
                 tapped[i] = h
         return Forward(h, side_by_side(tapped, taps))

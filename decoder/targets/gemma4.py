@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.gemma4_text import logit_softcap
 
 from dflash_batch.decoder.arena import Lens
+from dflash_batch.decoder.attention import as_mask
 from dflash_batch.decoder.targets.base import Forward, check_rope
 from dflash_batch.decoder.targets.stack import Stack, side_by_side
 from dflash_batch.decoder.window import WindowArena
@@ -48,7 +49,7 @@ class Gemma4Target(Stack):
         arena.open()
         h = self.embed(tokens)
         extra = self._extra(tokens, h)
-        full, near = arena.lens.causal(), arena.window.causal()
+        full, near = (as_mask(m.causal(), self.dtype) for m in (arena.lens, arena.window))
         shared: dict[int, KeysValues] = {}  # what a layer with its own wrote, for later layers
         tapped: dict[int, mx.array] = {}
         for i, block in enumerate(self._blocks):

@@ -12,7 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from dflash_batch.decoder import delta_rule
-from dflash_batch.decoder.arena import Lens
+from dflash_batch.decoder.arena import LayerKV, Lens
+from dflash_batch.decoder.attention import as_mask, heads, rotated
 from dflash_batch.decoder.gdn import DeltaLayer
 from dflash_batch.decoder.hybrid import HybridArena
 from dflash_batch.decoder.targets.base import Forward, check_rope
@@ -41,13 +42,29 @@ class Qwen35Target(Stack):
 
     def forward(self, tokens: mx.array, arena: HybridArena, taps: tuple[int, ...]) -> Forward:
         h = self.embed(tokens)
-        mask = arena.lens.causal()
+        mask = as_mask(arena.lens.causal(), self.dtype)
         caches, deltas = iter(arena.attention.layers), iter(arena.recurrent)
         tapped: dict[int, mx.array] = {}
         for i, block in enumerate(self._blocks):
             x = block.input_layernorm(h)
-            h = h + (next(deltas)(x) if block.is_linear else block.self_attn(x, mask, next(caches)))
+            if block.is_linear:
+                h = h + next(deltas)(x)
+            else:
+                h = h + gated_attention(block.self_attn, x, mask, next(caches))
             h = h + block.mlp(block.post_attention_layernorm(h))
             if i in taps:
                 tapped[i] = h
         return Forward(h, side_by_side(tapped, taps))
+
+
+def gated_attention(module: Any, x: mx.array, mask: mx.array, cache: LayerKV) -> mx.array:
+    """Attention whose output is gated: each head of q_proj holds its query, then its gate."""
+    rows, width, _ = x.shape
+    both = module.q_proj(x).reshape(rows, width, module.num_attention_heads, -1)
+    queries, gate = mx.split(both, 2, axis=-1)
+    queries = module.q_norm(queries).transpose(0, 2, 1, 3)
+    keys = heads(module.k_proj(x), module.num_key_value_heads, module.k_norm)
+    values = heads(module.v_proj(x), module.num_key_value_heads, None)
+    out = rotated(module, queries, keys, values, mask, cache)
+    gated: mx.array = module.o_proj(out * mx.sigmoid(gate.reshape(rows, width, -1)))
+    return gated
