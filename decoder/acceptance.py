@@ -45,7 +45,12 @@ class Judged(NamedTuple):
 
 
 class Rule(Protocol):
-    """`anchor` int32 [R] is the position of the anchor; drafts are for the positions after it."""
+    """`anchor` int32 [R] is the position of the anchor; drafts are for the positions after it.
+
+    A rule is `position_wise` if what is chosen at a position does not depend on which drafts stood.
+    """
+
+    position_wise: bool
 
     def draft(self, proposal: Proposal, sampler: Sampler, anchor: mx.array) -> Drafts:
         """The tokens to be verified."""
@@ -64,6 +69,8 @@ class Rule(Protocol):
 class Greedy:
     """For rows that all take the most likely token of the target's own logits."""
 
+    position_wise = True
+
     def draft(self, proposal: Proposal, sampler: Sampler, anchor: mx.array) -> Drafts:
         return Drafts(proposal.tokens)
 
@@ -76,6 +83,8 @@ class Greedy:
 
 class Coupled:
     """Drafts and target draw with the same noise; the text does not depend on the drafts."""
+
+    position_wise = True
 
     def draft(self, proposal: Proposal, sampler: Sampler, anchor: mx.array) -> Drafts:
         return _drawn(proposal, sampler, anchor, Purpose.CHOICE)
@@ -90,6 +99,8 @@ class Coupled:
 
 class Rejection:
     """Drafts are drawn on their own and stand as often as the target's law allows."""
+
+    position_wise = False
 
     def draft(self, proposal: Proposal, sampler: Sampler, anchor: mx.array) -> Drafts:
         return _drawn(proposal, sampler, anchor, Purpose.DRAFT)

@@ -7,7 +7,7 @@ token, sits at position N.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -16,6 +16,16 @@ from dflash_batch.decoder.arena import Lens, RowState
 from dflash_batch.decoder.drafters import Drafter, DrafterState
 from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
+
+
+class Timer(Protocol):
+    """Told when a part of the cycle has been built, with what it ends in."""
+
+    def __call__(self, part: str, *ends: mx.array) -> None: ...
+
+
+def untimed(part: str, *ends: mx.array) -> None:
+    """Waits for nothing."""
 
 
 class Slots:
@@ -50,18 +60,38 @@ class Slots:
         self.anchor, self.remaining = self.anchor[index], self.remaining[index]
 
 
+class Ride(NamedTuple):
+    """Ends of prompts that go through a cycle in place of anchors and drafts.
+
+    decoding    anchor x1 x2 x3       emits what stands
+    riding      p5 p6 p7 p8           emits nothing: the prompt goes on
+    riding      p9 p10 .  .           width 2, ends: emits the token after p10
+    """
+
+    tokens: mx.array  # int32 [R, k+1]
+    width: mx.array  # int32 [R]: how many of them; 0: the row decodes
+    ends: mx.array  # int32 [R]; 1: the prompt's last token is among them
+
+
 class Verdict(NamedTuple):
     """What a cycle brought, int32, on the device until somebody reads it."""
 
-    chosen: mx.array  # [R, k+1]; the first keep[r] are row r's new tokens
-    keep: mx.array  # [R]
+    chosen: mx.array  # [R, k+1]; of these, emitted[r] from first[r] on are row r's new tokens
+    first: mx.array  # [R]
+    emitted: mx.array  # [R]
     accepted: mx.array  # [R] drafts that stand
     width: mx.array  # [R] the row's block length
     drafts: mx.array  # [R, k]; the first width[r]-1 are row r's
 
 
 def cycle(
-    slots: Slots, target: Target, drafter: Drafter, k: int, rule: Rule
+    slots: Slots,
+    target: Target,
+    drafter: Drafter,
+    k: int,
+    rule: Rule,
+    ride: Ride | None = None,
+    timer: Timer = untimed,
 ) -> tuple[Verdict, mx.array]:
     """Draft up to k tokens for every row, verify them in one forward, keep what stands.
 
@@ -69,24 +99,43 @@ def cycle(
     """
     # A row never drafts past its budget: its block is as short as what it may still emit.
     width = mx.minimum(slots.remaining + 1, k + 1)
-    proposal = drafter.propose(slots.draft, slots.anchor, width, k)
+    anchor, most = slots.anchor, slots.remaining
+    if ride is not None:
+        rides = ride.width > 0
+        anchor, width = mx.where(rides, ride.tokens[:, 0], anchor), mx.where(rides, 1, width)
+    proposal = drafter.propose(slots.draft, anchor, width, k)
     drafts = rule.draft(proposal, slots.sampler, slots.lens.offset)
+    if ride is not None:
+        given = mx.where(rides[:, None], ride.tokens[:, 1:], drafts.tokens)
+        drafts = drafts._replace(tokens=given)
+        width, most = mx.where(rides, ride.width, width), mx.where(rides, ride.width, most)
+    timer("draft", drafts.tokens)
 
-    block = mx.concatenate([slots.anchor[:, None], drafts.tokens], axis=1)
+    block = mx.concatenate([anchor[:, None], drafts.tokens], axis=1)
     slots.lens.open(k + 1)
     seen = target.forward(block, slots.arena, drafter.spec.taps)
     logits = target.logits(seen.hidden)
+    timer("verify", logits)
 
     chosen, stands = rule.judge(logits, drafts, width, slots.sampler, slots.lens.offset)
-    keep, accepted = accept(stands, width, slots.remaining)
+    if ride is not None:
+        stands = stands | rides[:, None]
+    keep, accepted = accept(stands, width, most)
+    timer("accept", chosen, keep)
+
     drafter.commit(slots.draft, block, seen.features, keep)
     slots.arena.commit(keep)
     slots.lens.advance(keep)
     slots.sampler.take(chosen, keep)
     newest = mx.take_along_axis(chosen, mx.maximum(keep - 1, 0)[:, None], axis=1)[:, 0]
     slots.anchor = mx.where(keep > 0, newest, slots.anchor)
-    slots.remaining = slots.remaining - keep
-    return Verdict(chosen, keep, accepted, width, drafts.tokens), logits
+    first, emitted = mx.zeros_like(keep), keep
+    if ride is not None:
+        first = mx.where(rides, keep - 1, first)
+        emitted = mx.where(rides, ride.ends, keep)
+    slots.remaining = slots.remaining - emitted
+    timer("commit", slots.anchor, *slots.arena.arrays())
+    return Verdict(chosen, first, emitted, accepted, width, drafts.tokens), logits
 
 
 def prefill(

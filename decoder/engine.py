@@ -17,7 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_batch.decoder.acceptance import Coupled, Greedy, Rule
-from dflash_batch.decoder.cycle import Slots, Verdict, cycle
+from dflash_batch.decoder.admission import STALL, Admission, Group, Rider
+from dflash_batch.decoder.cycle import Ride, Slots, Verdict, cycle
 from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
 from dflash_batch.decoder.logprobs import Shown, show
@@ -43,8 +44,8 @@ from dflash_batch.decoder.types import (
     TokenLogprob,
 )
 
-LOOK_AHEAD = 32
-"""Waiting rows compared to find a shared prefix."""
+RIDE = 2
+"""Most cycles for which the end of a prompt rides along instead of getting a forward of its own."""
 
 DEFAULT_MAX_TOKENS = 1024
 """Budget of a row that names none, when the context has that much room."""
@@ -54,6 +55,7 @@ class _Flight(NamedTuple):
     """A cycle on its way: whose slot was whose when it was launched."""
 
     rows: list[Row | None]
+    rode: frozenset[int]  # slots in which a prompt rode
     tokens: int  # per row, anchor included
     context: int  # visible columns
     verdict: Verdict
@@ -93,12 +95,12 @@ class Decoder:
         self._gpu = mx.default_device() == mx.gpu
         self._depth = int(self._gpu) if depth is None else depth
         self._greedy, self._sampling = Greedy(), sampling or Coupled()
-        self._waiting: deque[Row] = deque()
-        self._prefiller = Prefiller(target, drafter)
+        self._admission = Admission(Prefiller(target, drafter))
         self._slots = Slots(1, target, drafter)
         self._rows: list[Row | None] = [None]  # of each slot
         self._flights: deque[_Flight] = deque()
         self.policy = policy or Fixed(drafter.spec.max_k, trim=not self._gpu)
+        self._k = drafter.spec.max_k  # drafts per row of the newest cycle
         self._landed_at = 0.0
         self._uneven = 1  # landings to come whose time is not that of a cycle alone
 
@@ -174,7 +176,7 @@ class Decoder:
         self.room(request.prompt, request.max_tokens)
         eos = frozenset[int]() if request.ignore_eos else self.info.eos_token_ids
         watch = StopStrings(self._need_tokenizer("stop"), request.stop) if request.stop else None
-        self._waiting.append(
+        self._admission.add(
             Row(
                 request=request,
                 prompt=np.array(request.prompt, dtype=np.int32),
@@ -186,14 +188,14 @@ class Decoder:
 
     def cancel(self, uid: int) -> None:
         """Forget a row: it will not be among the completions."""
-        for row in (*self._waiting, *self._rows):
+        for row in (*self._admission, *self._rows):
             if row is not None and row.request.uid == uid:
                 row.cancelled = True
-        self._waiting = deque(row for row in self._waiting if not row.cancelled)
+        self._admission.drop_cancelled()
 
     def load(self) -> Load:
         """Rows waiting, and rows decoding."""
-        return Load(len(self._waiting), sum(row is not None for row in self._rows))
+        return Load(len(self._admission), self._live)
 
     def step(self) -> list[Completion]:
         """Admit what fits, run one cycle, and return the rows that ended."""
@@ -219,22 +221,21 @@ class Decoder:
         more = True
         try:
             while more or any(self.load()):
-                while more and len(self._waiting) < self._max_batch:
+                while more and len(self._admission) < self._max_batch:
                     request = next(source, None)
                     more = request is not None
                     if request is not None:
                         self.add(request)
                 yield from self.step()
         finally:
-            for row in (*self._waiting, *self._rows):
+            for row in (*self._admission, *self._rows):
                 if row is not None:
                     self.cancel(row.request.uid)
 
     def close(self) -> None:
         """Forget all rows and give the memory back."""
-        self._waiting.clear()
+        self._admission.clear()
         self._flights.clear()
-        self._prefiller.forget()
         self.policy.close()
         self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
         mx.clear_cache()
@@ -249,16 +250,40 @@ class Decoder:
             flight.tokens for flight in self._flights
         )
         context = self._context()
-        views = [RowView(row.request.uid, row.left) for row in live]
-        k = self.policy.choose(views, len(self._rows), context)
+        k = self._block(live, context)
+        ride, rode = self._ride(k + 1)
         rule = self._rule(self._slots.sampler)
-        verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule)
+        verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule, ride)
         shown = show(logits, verdict.chosen) if _asked(live) else None
         mx.async_eval(
             *(*verdict, *(shown or ())),
             *(self._slots.lens.offset, self._slots.anchor, self._slots.remaining),
         )
-        return _Flight(list(self._rows), k + 1, context, verdict, shown)
+        return _Flight(list(self._rows), rode, k + 1, context, verdict, shown)
+
+    def _block(self, live: list[Row], context: int) -> int:
+        """Drafts per row for the next cycle."""
+        views = [RowView(row.request.uid, row.left) for row in live if not row.tail]
+        if views:
+            self._k = self.policy.choose(views, len(self._rows), context)
+            return self._k
+        longest = max(len(row.tail) for row in live)
+        return self._drafter.spec.max_k if self._gpu else min(longest - 1, self._drafter.spec.max_k)
+
+    def _ride(self, width: int) -> tuple[Ride | None, frozenset[int]]:
+        """The next piece of each prompt that rides, and in which slots; none is left of it then."""
+        tails = [row.tail if row is not None and not row.over else [] for row in self._rows]
+        rode = frozenset(slot for slot, tail in enumerate(tails) if tail)
+        if not rode:
+            return None, rode
+        tokens = np.zeros((len(tails), width), dtype=np.int32)
+        lengths, ends = np.zeros((2, len(tails)), dtype=np.int32)
+        for slot in rode:
+            piece = tails[slot][:width]
+            tokens[slot, : len(piece)] = piece
+            lengths[slot], ends[slot] = len(piece), len(piece) == len(tails[slot])
+            del tails[slot][:width]
+        return Ride(mx.array(tokens), mx.array(lengths), mx.array(ends)), rode
 
     def _rule(self, sampler: Sampler) -> Rule:
         return self._greedy if sampler.plain else self._sampling
@@ -269,16 +294,20 @@ class Decoder:
         return -(-(lens.bound + 1) // lens.step) * lens.step
 
     def _land(self, flight: _Flight) -> None:
-        chosen, keep, accepted, width, drafts = (np.array(a) for a in flight.verdict)
+        chosen, first, emitted, accepted, width, drafts = (np.array(a) for a in flight.verdict)
         seconds = self._lap()
         outcomes = []
         for slot, row in enumerate(flight.rows):
             if row is None or row.over:
                 continue
-            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
-            kept = row.take(chosen[slot, : keep[slot]].tolist())
+            begin = int(first[slot])
+            kept = row.take(chosen[slot, begin : begin + emitted[slot]].tolist())
             if flight.shown is not None:
-                row.show(flight.shown, slot, kept)
+                row.show(flight.shown, slot, begin, kept)
+            if slot in flight.rode:
+                row.first = self._landed_at
+                continue
+            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
             row.cycles += 1
             row.plain += flight.tokens == 1
             row.drafted += int(width[slot]) - 1
@@ -313,10 +342,10 @@ class Decoder:
                 self._rows[slot] = None
                 self._slots.place(slot, length=0, anchor=0, remaining=0)
                 self._slots.sampler.clear(slot)
-        live = sum(row is not None for row in self._rows)
+        live = self._live
         if not live:
             self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
-        elif arena_width(live) < len(self._rows) and not self._free():
+        elif arena_width(live) < len(self._rows) and not (self._admission.coming or self._free()):
             self._resize(arena_width(live))
         return over
 
@@ -371,25 +400,70 @@ class Decoder:
 
     # Admission
 
+    @property
+    def _live(self) -> int:
+        return sum(row is not None for row in self._rows)
+
     def _admit(self) -> list[Row]:
-        """Prefill waiting rows into free slots; return those that ended with their first token."""
-        over = []
-        while free := self._free():
+        """Bring waiting rows in; return those that ended with their first token."""
+        over: list[Row] = []
+        until: float | None = None
+        while until is None or time.perf_counter() < until:
+            if self._live:
+                until = until or time.perf_counter() + STALL
+                self._board(self._riders())
+            free = self._free()
+            if not (free or self._admission.coming):
+                break
             self._disturb()
-            at_hand = [row.prompt for row in list(self._waiting)[:LOOK_AHEAD]]
-            group = [self._waiting.popleft() for _ in range(self._prefiller.group(at_hand, free))]
-            started = time.perf_counter()
-            staged = self._prefiller.run(at_hand[: len(group)], at_hand[len(group) :])
-            first, shown = self._first(group, staged)
-            now = time.perf_counter()
-            for i, row in enumerate(group):
-                row.started, row.first, row.computed = started, now, staged.computed[i]
-                row.take([first[i]])
-                if shown is not None:
-                    row.show(shown, i, 1)
-            over += [row for row in group if row.over]
-            self._seat([(row, i) for i, row in enumerate(group) if not row.over], staged.slots)
+            group = self._admission.advance(free, until)
+            if group is None:
+                break
+            over += self._seat(group)
         return over
+
+    def _riders(self) -> list[Rider]:
+        """Waiting rows that need no forward of their own."""
+        free = self._free()
+        return list(self._admission.riders(free, RIDE * (self._k + 1), self._may_ride))
+
+    def _may_ride(self, row: Row) -> bool:
+        # What rides is given, not drafted: a penalty must not count it as text, and a rule must
+        # not draw the token behind it from what would be left of a draft.
+        return self._sampling.position_wise and not row.request.sampling.penalised
+
+    def _seat(self, group: Group) -> list[Row]:
+        """Give a group its first tokens and slots; return the rows that ended with them."""
+        rows, started, staged = group
+        first, shown = self._first(rows, staged)
+        now = time.perf_counter()
+        for i, row in enumerate(rows):
+            row.started, row.first, row.computed = started, now, staged.computed[i]
+            row.take([first[i]])
+            if shown is not None:
+                row.show(shown, i, 0, 1)
+        live = [(row, i) for i, row in enumerate(rows) if not row.over]
+        source = staged.slots
+        for slot, (row, i) in zip(self._room(len(live)), live, strict=True):
+            length = len(row.prompt)
+            self._slots.arena.load(slot, source.arena.snapshot(i, length))
+            self._slots.draft.load(slot, source.draft.snapshot(i, length))
+            self._place(slot, row, length, anchor=row.tokens[-1])
+        return [row for row in rows if row.over]
+
+    def _board(self, riders: list[Rider]) -> None:
+        """Give rows a slot in which the rest of their prompt rides."""
+        for slot, (row, start) in zip(self._room(len(riders)), riders, strict=True):
+            row.started = time.perf_counter()
+            row.tail = row.prompt[start.length :].tolist()
+            row.computed = len(row.tail)
+            start.load(self._slots, slot)
+            self._place(slot, row, start.length, anchor=0)
+
+    def _place(self, slot: int, row: Row, length: int, anchor: int) -> None:
+        self._slots.place(slot, length=length, anchor=anchor, remaining=row.left)
+        self._slots.sampler.place(slot, row.request.sampling, row.request.prompt, row.tokens)
+        self._rows[slot] = row
 
     def _first(self, group: list[Row], staged: Staged) -> tuple[list[int], Shown | None]:
         """The first token of each row: a block without drafts, behind the prompt's last token."""
@@ -409,24 +483,19 @@ class Decoder:
         return [int(token) for token in np.array(judged.chosen[:, 0])], shown
 
     def _free(self) -> int:
-        """How many waiting rows to admit now."""
-        live = sum(row is not None for row in self._rows)
-        ready = min(self._max_batch - live, len(self._waiting))
-        return self.policy.admit_more(live, ready, self._context()) if ready else 0
+        """How many rows to admit now."""
+        taken = self._live + self._admission.coming
+        ready = min(self._max_batch - taken, len(self._admission.waiting))
+        return self.policy.admit_more(taken, ready, self._context()) if ready else 0
 
-    def _seat(self, staged: list[tuple[Row, int]], source: Slots) -> None:
-        """Copy staged rows into free slots and make them live."""
-        need = len(staged) + sum(row is not None for row in self._rows)
+    def _room(self, count: int) -> list[int]:
+        """As many empty slots, in a wider arena if need be."""
+        if not count:
+            return []
+        need = count + self._live
         if need > len(self._rows):
             self._resize(min(arena_width(need), self._max_batch))
-        empty = [slot for slot, row in enumerate(self._rows) if row is None]
-        for slot, (row, i) in zip(empty, staged, strict=False):
-            length = len(row.prompt)
-            self._slots.arena.load(slot, source.arena.snapshot(i, length))
-            self._slots.draft.load(slot, source.draft.snapshot(i, length))
-            self._slots.place(slot, length=length, anchor=row.tokens[-1], remaining=row.left)
-            self._slots.sampler.place(slot, row.request.sampling, row.request.prompt, row.tokens)
-            self._rows[slot] = row
+        return [slot for slot, row in enumerate(self._rows) if row is None][:count]
 
     def _resize(self, width: int) -> None:
         """Give the arena `width` rows: the live ones first, the rest idle."""

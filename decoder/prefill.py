@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -28,6 +29,9 @@ MOST_ROWS = 8
 CHUNK = 512
 """Most tokens per row of one prefill forward."""
 
+LEAST = 64
+"""Fewest tokens of a row that are worth a forward of their own, while others wait."""
+
 
 class Staged(NamedTuple):
     """Prompts that have been run: row i of `slots` is prompt i, not live yet."""
@@ -37,14 +41,20 @@ class Staged(NamedTuple):
     computed: list[int]  # prompt tokens run for each, a newly held prefix counted on the first
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """Where a prompt is taken up: behind the first `length` tokens of a held prefix."""
 
     length: int
     held: Held | None
 
+    def load(self, slots: Slots, row: int) -> None:
+        """Put what is held into a row."""
+        if self.held is not None:
+            slots.arena.load(row, self.held.target.first(self.length))
+            slots.draft.load(row, self.held.draft.first(self.length))
 
-_COLD = _Start(0, None)
+
+_COLD = Start(0, None)
 
 
 class Prefiller:
@@ -54,6 +64,8 @@ class Prefiller:
         self._target = target
         self._drafter = drafter
         self._held: list[Held] = []  # each one a prefix of the next
+        self.rate: float | None = None  # prompt tokens a second, lately
+        self.most_tokens: int | None = None  # of one forward, all rows together, if it is limited
 
     def group(self, prompts: Sequence[Tokens], most: int) -> int:
         """How many of `prompts`, from the first on, should be run together.
@@ -68,12 +80,27 @@ class Prefiller:
                 return n
         return min(len(prompts), most, MOST_ROWS)
 
-    def run(self, prompts: Sequence[Tokens], waiting: Sequence[Tokens] = ()) -> Staged:
-        """Prefill a group; `waiting` are prompts behind it that may want the same prefix."""
-        held_now = self._hold([*prompts, *waiting])
+    def rides(self, prompt: Tokens, others: Sequence[Tokens], most: int) -> Start | None:
+        """Where `prompt` starts, if no more than `most` tokens are left of it from there.
+
+        None also if `others` share so much more of it that this should be held first.
+        """
+        start = self._start(prompt)
+        if start.held is None or len(prompt) - start.length > most:
+            return None
+        return start if best_shared(prompt, others) - start.length < WORTH else None
+
+    def run(
+        self, prompts: Sequence[Tokens], waiting: Sequence[Tokens] = ()
+    ) -> Generator[None, None, Staged]:
+        """Prefill a group; yields between chunks.
+
+        `waiting` are prompts behind the group that may want the same prefix.
+        """
+        held_now = yield from self._hold([*prompts, *waiting])
         starts = [self._start(prompt) for prompt in prompts]
         slots = Slots(len(prompts), self._target, self._drafter)
-        logits = self._forward(slots, starts, prompts)
+        logits = yield from self._forward(slots, starts, prompts)
         computed = [len(p) - start.length for p, start in zip(prompts, starts, strict=True)]
         computed[0] += held_now
         return Staged(slots, logits, computed)
@@ -85,9 +112,9 @@ class Prefiller:
     def _saving(self, prompt: Tokens, held: Tokens) -> int:
         return saving(prompt, held, self._target.cuttable)
 
-    def _start(self, prompt: Tokens) -> _Start:
+    def _start(self, prompt: Tokens) -> Start:
         """The held prefix that saves most of `prompt`."""
-        starts = (_Start(self._saving(prompt, held.tokens), held) for held in self._held)
+        starts = (Start(self._saving(prompt, held.tokens), held) for held in self._held)
         best = max(starts, key=lambda start: start.length, default=_COLD)
         return best if best.length >= WORTH else _COLD
 
@@ -104,7 +131,7 @@ class Prefiller:
         plan = kept + [first[:n] for n in points if n - have >= WORTH]
         return plan if len(plan) <= MOST_HELD else [plan[0], *plan[1 - MOST_HELD :]]
 
-    def _hold(self, prompts: Sequence[Tokens]) -> int:
+    def _hold(self, prompts: Sequence[Tokens]) -> Generator[None, None, int]:
         """Hold what the first of `prompts` shares with others; return the tokens it cost."""
         plan, cost = self._plan(prompts), 0
         for prefix in plan:
@@ -112,7 +139,8 @@ class Prefiller:
                 continue
             start, length = self._start(prefix), len(prefix)
             slots = Slots(1, self._target, self._drafter)
-            self._forward(slots, [start], [prefix])
+            yield from self._forward(slots, [start], [prefix])
+            yield
             target, draft = slots.arena.snapshot(0, length), slots.draft.snapshot(0, length)
             mx.eval(target.arrays())
             self._held.append(Held(prefix, target, draft))
@@ -121,9 +149,11 @@ class Prefiller:
         return cost
 
     def _forward(
-        self, slots: Slots, starts: Sequence[_Start], prompts: Sequence[Tokens]
-    ) -> mx.array:
-        """Run the rest of each prompt behind its start, in ragged chunks.
+        self, slots: Slots, starts: Sequence[Start], prompts: Sequence[Tokens]
+    ) -> Generator[None, None, mx.array]:
+        """Run the rest of each prompt behind its start, in ragged chunks; return the logits.
+
+        Yields between two chunks.
 
         row 0   [held ········][rest ·····]
         row 1   [held ····][rest ·········|···]
@@ -131,19 +161,18 @@ class Prefiller:
         """
         bases = [start.length for start in starts]
         rests = [prompt[base:] for prompt, base in zip(prompts, bases, strict=True)]
-        for row, (base, held) in enumerate(starts):
-            if held is not None:
-                slots.arena.load(row, held.target.first(base))
-                slots.draft.load(row, held.draft.first(base))
+        for row, start in enumerate(starts):
+            start.load(slots, row)
         slots.lens.offset = mx.array(bases, dtype=mx.int32)
         logits: mx.array | None = None
-        longest = max(map(len, rests))
-        for done in range(0, longest, CHUNK):
-            width = _padded(min(CHUNK, longest - done))
+        longest, done = max(map(len, rests)), 0
+        while done < longest:
+            chunk = min(self._chunk(len(rests)), longest - done)
+            width = _padded(chunk)
             tokens = np.zeros((len(rests), width), dtype=np.int32)
             count = np.zeros(len(rests), dtype=np.int32)
             for row, rest in enumerate(rests):
-                piece = rest[done : done + CHUNK]
+                piece = rest[done : done + chunk]
                 tokens[row, : len(piece)] = piece
                 count[row] = len(piece)
             slots.lens.bound = max(
@@ -152,13 +181,25 @@ class Prefiller:
             after = prefill(slots, self._target, self._drafter, mx.array(tokens), mx.array(count))
             ran = mx.array(count > 0)[:, None]
             logits = after if logits is None else mx.where(ran, after, logits)
+            before = time.perf_counter()
             mx.eval(logits, slots.lens.offset, *slots.arena.arrays())
+            rate = int(count.sum()) / (time.perf_counter() - before)
+            self.rate = rate if self.rate is None else 0.7 * self.rate + 0.3 * rate
+            done += chunk
+            if done < longest:
+                yield
         assert logits is not None
         return logits
+
+    def _chunk(self, rows: int) -> int:
+        """Most tokens per row of the next forward."""
+        if self.most_tokens is None:
+            return CHUNK
+        return min(CHUNK, max(LEAST, self.most_tokens // rows // LEAST * LEAST))
 
 
 def _padded(width: int) -> int:
     """A few chunk shapes on a GPU; exact ones on the CPU, where padding is computed."""
-    if column_step() >= 256:
-        return max(16, 1 << (width - 1).bit_length())
-    return width
+    if column_step() < 256:
+        return width
+    return -(-width // 64) * 64 if width > 64 else max(16, 1 << (width - 1).bit_length())

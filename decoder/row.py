@@ -22,6 +22,7 @@ class Row:
     added: float
     stops: frozenset[int]
     watch: StopStrings | None
+    tail: list[int] = field(default_factory=list)  # of the prompt, still to ride in cycles
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     cancelled: bool = False
@@ -47,8 +48,8 @@ class Row:
 
     @property
     def committed(self) -> int:
-        """Tokens in the cache: all but the anchor."""
-        return len(self.prompt) + len(self.tokens) - 1
+        """Tokens in the cache once all that was launched is done: all but the anchor."""
+        return len(self.prompt) - len(self.tail) + max(len(self.tokens) - 1, 0)
 
     def take(self, tokens: Sequence[int]) -> int:
         """Emit tokens up to and including the one that ends the row; return how many."""
@@ -62,11 +63,11 @@ class Row:
                 return n
         return len(tokens)
 
-    def show(self, shown: Shown, slot: int, count: int) -> None:
+    def show(self, shown: Shown, slot: int, first: int, count: int) -> None:
         """Note the log probabilities of the `count` tokens just taken, if they are wanted."""
         if self.request.logprobs is None:
             return
-        chosen, ids, values = (np.array(a[slot, :count]) for a in shown)
+        chosen, ids, values = (np.array(a[slot, first : first + count]) for a in shown)
         for own, others, logs in zip(chosen, ids, values, strict=True):
             top = list(zip(others.tolist(), logs.tolist(), strict=True))
             self.logprobs.append((float(own), top[: self.request.logprobs]))

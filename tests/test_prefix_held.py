@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import make_target
 
 from dflash_batch.decoder.drafters import NoDrafter
-from dflash_batch.decoder.prefill import MOST_ROWS, Prefiller
+from dflash_batch.decoder.prefill import MOST_ROWS, Prefiller, Staged
 from dflash_batch.decoder.prefix import (
     MOST_HELD,
     WORTH,
@@ -60,6 +60,17 @@ def prompts(*groups: tuple[int, int]) -> list[np.ndarray]:
     ]
 
 
+def run(prefiller: Prefiller, *args: list[np.ndarray]) -> Staged:
+    """All chunks of a prefill."""
+    chunks = prefiller.run(*args)
+    while True:
+        try:
+            next(chunks)
+        except StopIteration as end:
+            staged: Staged = end.value
+            return staged
+
+
 def test_a_group_ends_where_another_prefix_would_serve_better() -> None:
     prefiller = Prefiller(make_target("qwen3"), NoDrafter())
     assert prefiller.group(prompts((30, 3), (30, 3)), most=8) == 3
@@ -72,14 +83,14 @@ def test_a_group_ends_where_another_prefix_would_serve_better() -> None:
 def test_identical_prompts_run_their_last_token_only() -> None:
     prefiller = Prefiller(make_target("qwen3"), NoDrafter())
     same = [np.arange(40, dtype=np.int32)] * 3
-    staged = prefiller.run(same)
+    staged = run(prefiller, same)
     assert staged.computed == [40, 1, 1]
     assert bool((staged.logits == staged.logits[:1]).all())
-    again = prefiller.run(same[:1])
+    again = run(prefiller, same[:1])
     assert again.computed == [1]
     assert bool((again.logits[0] == staged.logits[0]).all())
     prefiller.forget()
-    assert prefiller.run(same[:1]).computed == [40]
+    assert run(prefiller, same[:1]).computed == [40]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
@@ -98,7 +109,7 @@ def test_nested_prefixes_are_each_computed_once(family: str) -> None:
     left = list(rows)
     while left:
         n = prefiller.group(left, most=8)
-        staged = prefiller.run(left[:n], left[n:])
+        staged = run(prefiller, left[:n], left[n:])
         first += np.array(staged.logits).argmax(axis=-1).tolist()
         computed += sum(staged.computed)
         left = left[n:]
@@ -106,4 +117,4 @@ def test_nested_prefixes_are_each_computed_once(family: str) -> None:
     assert computed == 40 + 3 * 20 + 6 * 3
     for row, token in zip(rows, first, strict=True):
         cold = Prefiller(make_target(family), NoDrafter())
-        assert np.array(cold.run([row]).logits).argmax(axis=-1).tolist() == [token]
+        assert np.array(run(cold, [row]).logits).argmax(axis=-1).tolist() == [token]
