@@ -54,6 +54,11 @@ class Admission:
         return iter((*self._waiting, *self._group))
 
     @property
+    def group(self) -> list[Row]:
+        """The rows on their way."""
+        return self._group
+
+    @property
     def coming(self) -> int:
         """Rows on their way: they have a place already."""
         return len(self._group)

@@ -169,6 +169,11 @@ class LayerKV:
             self.keys = mx.take_along_axis(self.keys, source, axis=2)
             self.values = mx.take_along_axis(self.values, source, axis=2)
 
+    def column_bytes(self) -> int:
+        """Bytes of one column of one row."""
+        held = [a for a in (self.keys, self.values) if a is not None]
+        return sum(a.nbytes // (a.shape[0] * a.shape[2]) for a in held)
+
     def select(self, rows: mx.array) -> None:
         """Keep the rows named by `rows`, in that order. One copy."""
         if self.keys is not None and self.values is not None:
@@ -217,6 +222,10 @@ class RowState(Protocol):
 
     def select(self, rows: mx.array) -> None:
         """Keep the rows named by `rows` (int32 [R']), in that order."""
+        ...
+
+    def row_bytes(self, columns: int) -> int:
+        """What a row with so many columns takes. Known once a forward has been built."""
         ...
 
     def arrays(self) -> Sequence[mx.array]:
@@ -269,6 +278,10 @@ class Arena:
     def select(self, rows: mx.array) -> None:
         for layer in self.layers:
             layer.select(rows)
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of one row's columns."""
+        return columns * sum(layer.column_bytes() for layer in self.layers)
 
     def arrays(self) -> Sequence[mx.array]:
         """Every buffer, for evaluation."""

@@ -22,6 +22,7 @@ from dflash_batch.decoder.cycle import Ride, Slots, Verdict, cycle
 from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
 from dflash_batch.decoder.logprobs import Shown, show
+from dflash_batch.decoder.memory import Budget
 from dflash_batch.decoder.policy import (
     Fixed,
     Landed,
@@ -69,6 +70,7 @@ class Decoder:
     same text whatever the drafts; with `Rejection` it does for one draft and block length.
     `policy` chooses how many tokens to draft and how many rows to take, by default all there are;
     it may be exchanged between steps.
+    `memory` is bytes on the device for all of it, weights included; None: as much as it takes.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -84,6 +86,7 @@ class Decoder:
         depth: int | None = None,
         sampling: Rule | None = None,
         policy: Policy | None = None,
+        memory: int | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -96,6 +99,7 @@ class Decoder:
         self._depth = int(self._gpu) if depth is None else depth
         self._greedy, self._sampling = Greedy(), sampling or Coupled()
         self._admission = Admission(Prefiller(target, drafter))
+        self._budget = Budget(target, drafter, memory)
         self._slots = Slots(1, target, drafter)
         self._rows: list[Row | None] = [None]  # of each slot
         self._flights: deque[_Flight] = deque()
@@ -174,6 +178,12 @@ class Decoder:
     def add(self, request: Request) -> None:
         """Queue a row for admission. Raises PromptError if it can never run."""
         self.room(request.prompt, request.max_tokens)
+        if self._budget.rows(self._budget.columns(_most(request))) == 0:
+            raise PromptError(
+                f"{_most(request):,} tokens of prompt and output do not fit in memory beside the "
+                "model",
+                code="out_of_memory",
+            )
         eos = frozenset[int]() if request.ignore_eos else self.info.eos_token_ids
         watch = StopStrings(self._need_tokenizer("stop"), request.stop) if request.stop else None
         self._admission.add(
@@ -486,7 +496,18 @@ class Decoder:
         """How many rows to admit now."""
         taken = self._live + self._admission.coming
         ready = min(self._max_batch - taken, len(self._admission.waiting))
-        return self.policy.admit_more(taken, ready, self._context()) if ready else 0
+        more = self.policy.admit_more(taken, ready, self._context()) if ready else 0
+        while more and not self._fit(more):
+            more -= 1
+        return more
+
+    def _fit(self, more: int) -> bool:
+        """Whether memory has room for all there are and the next `more` rows, fully written."""
+        waiting = (self._admission.waiting[i] for i in range(more))
+        rows = [row for row in (*self._rows, *self._admission.group, *waiting) if row is not None]
+        columns = self._budget.columns(max(_most(row.request) for row in rows))
+        most = self._budget.rows(columns)
+        return most is None or min(arena_width(len(rows)), self._max_batch) <= most
 
     def _room(self, count: int) -> list[int]:
         """As many empty slots, in a wider arena if need be."""
@@ -506,6 +527,11 @@ class Decoder:
         for slot in range(len(live), width):
             self._slots.place(slot, length=0, anchor=0, remaining=0)
             self._slots.sampler.clear(slot)
+
+
+def _most(request: Request) -> int:
+    """Tokens of a row once it has written all it may."""
+    return len(request.prompt) + request.max_tokens
 
 
 def _asked(rows: Sequence[Row]) -> bool:

@@ -70,6 +70,13 @@ class HybridArena:
         for layer in self.recurrent:
             layer.select(rows)
 
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of one row: its columns, its states, and the tape of a block."""
+        states = sum(
+            (layer.window.nbytes + layer.state.nbytes) // self.lens.rows for layer in self.recurrent
+        )
+        return self.attention.row_bytes(columns) + 2 * states
+
     def arrays(self) -> list[mx.array]:
         """Every buffer, for evaluation."""
         states = [a for layer in self.recurrent for a in (layer.window, layer.state)]

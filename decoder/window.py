@@ -142,6 +142,14 @@ class WindowArena:
         for layer in self.layers:
             layer.select(rows)
 
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of one row: sliding layers keep no more than the window and what it moves by."""
+        near = min(columns, self.window.size + 3 * self.lens.step)
+        return sum(
+            (near if slides else columns) * layer.column_bytes()
+            for layer, slides in zip(self.layers, self._sliding, strict=True)
+        )
+
     def arrays(self) -> list[mx.array]:
         """Every buffer, for evaluation."""
         return [a for layer in self.layers for a in (layer.keys, layer.values) if a is not None]
