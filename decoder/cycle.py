@@ -73,7 +73,8 @@ def cycle(
     drafts = rule.draft(proposal, slots.sampler, slots.lens.offset)
 
     block = mx.concatenate([slots.anchor[:, None], drafts.tokens], axis=1)
-    slots.lens.open(k + 1)
+    # Without drafts what stays is known beforehand: one token of each live row.
+    slots.lens.open(k + 1, keep=None if k else mx.minimum(slots.remaining, 1))
     seen = target.forward(block, slots.arena, drafter.spec.taps)
     logits = target.logits(seen.hidden)
 

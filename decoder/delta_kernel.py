@@ -19,7 +19,10 @@ the forward (a product, then one fused multiply-add), so it arrives at the very 
 
 Three kernels share the body: `verify` leaves a tape and writes no state, `advance` stops each row
 at its count and writes the state, `replay` reads a tape. In fp32 accumulation; inputs in fp32, fp16
-or bf16. Not run on Metal.
+or bf16.
+
+What was run where: the body as C++ on a CPU, one thread a lane, against the steps; compiled for
+NVIDIA's sm_90, without spills. `tests/benchmarks/delta_kernel.py` is for a GPU. Not run on Metal.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from dflash_batch.decoder.delta_kernel import (
     tile_for,
 )
 from dflash_batch.decoder.delta_rule import Chunk, Steps
+from dflash_batch.decoder.drafters import NoDrafter
 
 HEADS = Heads(key=2, value=6, key_dim=32, value_dim=16)
 
@@ -128,6 +129,22 @@ def test_tokens_are_the_same_by_the_kernel_form() -> None:
     layers = len(target._deltas)
     assert names[:layers] == ["gated_delta_advance"] * layers  # the prefill knows what it keeps
     assert names.count("gated_delta_verify") == names.count("gated_delta_replay") > layers
+
+
+def test_plain_decoding_is_one_launch_a_layer() -> None:
+    device = StandIn()
+    model = make_model("qwen3_5")
+    target: Any = as_target(model, "qwen3_5")
+    target._rule = Kernel(device.dialect)
+    decoder = make_decoder(target, NoDrafter(), max_batch=2)
+    prompts = [[1, 2, 3], [4, 5]]
+    for i, prompt in enumerate(prompts):
+        decoder.add(request(i, prompt, 6 + i))
+    done = finish(decoder)
+    assert [list(done[i].token_ids) for i in (0, 1)] == [
+        greedy(model, prompt, 6 + i) for i, prompt in enumerate(prompts)
+    ]
+    assert {name for name, _ in device.launches} == {"gated_delta_advance"}
 
 
 def test_a_launch_is_told_its_grid_and_constants() -> None:
