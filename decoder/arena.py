@@ -52,7 +52,8 @@ class Lens:
 
         Sets `columns`, the visible columns S, and `index`, the int32 [R, T] columns to write.
         `keep` (int32 [R]) says how many tokens of each row will be committed, if that is known
-        beforehand, as it is of a prompt: a recurrent layer then need not run them twice.
+        beforehand, as it is of a prompt or without drafts: a recurrent layer then need not run
+        them twice.
         """
         self.keep = keep
         self.columns = -(-(self.bound + width) // self.step) * self.step

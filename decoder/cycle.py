@@ -112,7 +112,8 @@ def cycle(
     timer("draft", drafts.tokens)
 
     block = mx.concatenate([anchor[:, None], drafts.tokens], axis=1)
-    slots.lens.open(k + 1)
+    # Without drafts what stays is known beforehand: one token of each live row.
+    slots.lens.open(k + 1, keep=None if k else mx.minimum(most, 1))
     seen = target.forward(block, slots.arena, drafter.spec.taps)
     logits = target.logits(seen.hidden)
     timer("verify", logits)

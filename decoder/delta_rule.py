@@ -1,12 +1,13 @@
-"""The gated delta rule over a block of tokens, in two forms: step by step, and in one go.
+"""The gated delta rule over a block of tokens: what a form of it does, and two forms in plain ops.
 
 Formulas: arXiv 2412.06464 (Gated Delta Networks), §3; per value head and token, S fp32 [Dv, Dk]:
 
     S_t = g_t S_{t-1} + d_t k_tᵀ,   d_t = β_t (v_t - g_t S_{t-1} k_t),   y_t = S_t q_t
 
-A form runs a block from a state and leaves a tape, by which the state after any part of the block
-is found. `Steps` is the reference, and one kernel per layer on Metal. `Chunk` is a few matrix
-products where the steps would be a graph of small operations; it rounds otherwise.
+A form runs a block from a state. Either it is told beforehand how much of each row counts, or it
+leaves a tape, by which the state after any part of the block is found. `Steps` is the reference,
+and one kernel per layer on Metal. `Chunk` is a few matrix products where the steps would be a graph
+of small operations; it rounds otherwise. The third form is `delta_kernel`; `delta_choice` chooses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import gated_delta_update
 
 PIECE = 16
 """Most tokens that `Chunk` solves for at once."""
@@ -34,42 +35,49 @@ class Block(NamedTuple):
 
 
 class Rule(Protocol):
-    """One form. `state` is fp32 [R, Hv, Dv, Dk], `keep` int32 [R]."""
+    """One form. `state` is fp32 [R, Hv, Dv, Dk], `keep` int32 [R]; outputs are [R, T, Hv, Dv]."""
 
-    def run(
-        self, block: Block, state: mx.array, keep: mx.array | None
-    ) -> tuple[mx.array, mx.array, Any]:
-        """Outputs [R, T, Hv, Dv], the state after the first keep[r] tokens or all, and a tape."""
+    def verify(self, block: Block, state: mx.array) -> tuple[mx.array, Any]:
+        """Outputs of all tokens, and a tape."""
         ...
 
-    def after(self, tape: Any, state: mx.array, keep: mx.array) -> mx.array:
+    def replay(self, tape: Any, state: mx.array, keep: mx.array) -> mx.array:
         """The state after the first keep[r] tokens of the block that left `tape`."""
         ...
 
+    def advance(self, block: Block, state: mx.array, keep: mx.array) -> tuple[mx.array, mx.array]:
+        """Outputs of the first keep[r] tokens, some numbers behind them, and the state there."""
+        ...
+
+
+class StepsTape(NamedTuple):
+    """The block, to run its first steps again, and the state after all of them."""
+
+    block: Block  # only its state will be asked for: k stands in for q, which is let go
+    end: mx.array
+
 
 class Steps:
-    """One token after the other, by mlx-lm. The tape is the block: its first steps run again.
+    """One token after the other, by mlx-lm. The same steps in the same order give the same bits."""
 
-    The same steps in the same order give the same bits.
-    """
-
-    def run(
-        self, block: Block, state: mx.array, keep: mx.array | None
-    ) -> tuple[mx.array, mx.array, Block]:
-        rows, width = block.k.shape[:2]
+    def verify(self, block: Block, state: mx.array) -> tuple[mx.array, StepsTape]:
         mask = None
-        if keep is not None:
-            mask = mx.arange(width, dtype=mx.int32) < keep[:, None]
-        elif mx.metal.is_available():
+        if mx.metal.is_available():
             # Without a mask mlx-lm takes another Metal kernel, which sums in another order: a
             # second run, which needs one, would then not give the state that was verified.
-            mask = mx.ones((rows, width), dtype=mx.bool_)
+            mask = mx.ones(block.k.shape[:2], dtype=mx.bool_)
         y, end = gated_delta_update(*block, state, mask)
-        # Only the state will be asked for: k stands in for q, which would be one more to keep.
-        return y, end, block._replace(q=block.k)
+        return y, StepsTape(block._replace(q=block.k), end)
 
-    def after(self, tape: Block, state: mx.array, keep: mx.array) -> mx.array:
-        return self.run(tape, state, keep)[1]
+    def replay(self, tape: StepsTape, state: mx.array, keep: mx.array) -> mx.array:
+        if tape.block.k.shape[1] == 1:
+            return mx.where((keep > 0)[:, None, None, None], tape.end, state)
+        return self.advance(tape.block, state, keep)[1]
+
+    def advance(self, block: Block, state: mx.array, keep: mx.array) -> tuple[mx.array, mx.array]:
+        mask = mx.arange(block.k.shape[1], dtype=mx.int32) < keep[:, None]
+        y, end = gated_delta_update(*block, state, mask)
+        return y, end
 
 
 class ChunkTape(NamedTuple):
@@ -88,8 +96,16 @@ class Chunk:
         (I + A) d = β (v - γ S k),   y_t = γ_t S q_t + Σ_{s≤t} D_ts (k_s·q_t) d_s
     """
 
-    def run(
-        self, block: Block, state: mx.array, keep: mx.array | None
+    def verify(self, block: Block, state: mx.array) -> tuple[mx.array, ChunkTape]:
+        rows, width = block.k.shape[:2]
+        y, _, tape = self._run(block, state, mx.full((rows,), width, dtype=mx.int32))
+        return y, tape
+
+    def advance(self, block: Block, state: mx.array, keep: mx.array) -> tuple[mx.array, mx.array]:
+        return self._run(block, state, keep)[:2]
+
+    def _run(
+        self, block: Block, state: mx.array, count: mx.array
     ) -> tuple[mx.array, mx.array, ChunkTape]:
         width, heads = block.v.shape[1:3]
         each = heads // block.k.shape[2]
@@ -102,7 +118,6 @@ class Chunk:
         rate = nn.softplus(block.a + block.dt_bias).astype(mx.float32)
         log_g = (-mx.exp(block.A_log.astype(mx.float32)) * rate).transpose(0, 2, 1)
 
-        count = mx.full((k.shape[0],), width, dtype=mx.int32) if keep is None else keep
         start, outs, innovations = state, [], []
         for at in range(0, width, PIECE):
             piece = slice(at, at + PIECE)
@@ -113,12 +128,12 @@ class Chunk:
             outs.append(y)
             innovations.append(d)
             part = mx.clip(count - at, 0, decay.shape[-1])
-            start = self.after(ChunkTape(k[:, :, piece], d, decay), start, part)
+            start = self.replay(ChunkTape(k[:, :, piece], d, decay), start, part)
         y = mx.concatenate(outs, axis=2).transpose(0, 2, 1, 3).astype(block.q.dtype)
         tape = ChunkTape(k, mx.concatenate(innovations, axis=2), mx.cumsum(log_g, axis=-1))
         return y, start, tape
 
-    def after(self, tape: ChunkTape, state: mx.array, keep: mx.array) -> mx.array:
+    def replay(self, tape: ChunkTape, state: mx.array, keep: mx.array) -> mx.array:
         last = mx.maximum(keep - 1, 0)[:, None, None]
         until = mx.take_along_axis(tape.decay, last, axis=-1)
         until = mx.where(keep[:, None, None] > 0, until, 0.0)
@@ -150,31 +165,3 @@ def _solve(
         d = d + a @ d
         reach *= 2
     return gamma * (q @ state.swapaxes(-1, -2)) + (ratio * (q @ keys)) @ d, d
-
-
-def choose() -> Rule:
-    """The form for the default device: matrix products on a GPU that is not Metal's."""
-    if mx.default_device() != mx.gpu or mx.metal.is_available() or not agree():
-        return Steps()
-    return Chunk()
-
-
-def agree(tolerance: float = 1e-3) -> bool:
-    """Whether both forms give the same on this device, on random numbers of a real shape."""
-    rows, width, heads, dim = 2, PIECE, 2, 128
-    keys = mx.random.split(mx.random.key(0), 6)
-    q, k, v = (mx.random.normal((rows, width, heads, dim), key=keys[i]) for i in range(3))
-    a, b = (mx.random.normal((rows, width, heads), key=keys[i]) for i in (3, 4))
-    q, k = normalize_qk(q, k, inv_scale=dim**-0.5, eps=1e-6)
-    block = Block(q, k, v, a, b, mx.zeros((heads,)), mx.zeros((heads,)))
-    state = mx.random.normal((rows, heads, dim, dim), key=keys[5])
-    keep = mx.array([5, width], dtype=mx.int32)
-
-    def results(rule: Rule) -> tuple[mx.array, mx.array]:
-        y, _, tape = rule.run(block, state, None)
-        return y, rule.after(tape, state, keep)
-
-    return all(
-        bool((mx.abs(one - other).max() <= tolerance * mx.abs(one).max()).item())
-        for one, other in zip(results(Steps()), results(Chunk()), strict=True)
-    )

@@ -2,7 +2,8 @@
 
 The layer remembers of a row a state S, fp32 [Hv, Dv, Dk], and the last Kc - 1 inputs of its
 convolution. Neither can be cut back, so a forward starts at the committed state and keeps a tape,
-by which `commit(keep)` then finds the state after the first keep[r] tokens (`delta_rule`):
+by which `commit(keep)` then finds the state after the first keep[r] tokens (`delta_rule`; a prefill
+says beforehand what it will keep, and needs none):
 
     tape        x0 x1 x2 x3 x4 x5 x6 x7       one forward, T = 8
     keep[r]=3   S → S → S → S                 steps 3 … 7 leave the row's state as it is
@@ -27,9 +28,8 @@ class _Forward(NamedTuple):
     """What the last forward left behind, until it is committed."""
 
     window: mx.array  # [R, Kc-1+T, C] the convolution's inputs, the committed ones first
-    end: mx.array  # fp32 [R, Hv, Dv, Dk] the state after it
-    tape: Any  # the rule's own
-    settled: bool  # it was told what will be kept, and took in no more
+    end: mx.array | None  # the state after it, if it was told what will be kept
+    tape: Any  # else the rule's own
 
 
 class DeltaLayer:
@@ -59,22 +59,21 @@ class DeltaLayer:
         q, k = normalize_qk(q, k, inv_scale=m.head_k_dim**-0.5, eps=1e-6)
 
         block = Block(q, k, v, a, b, m.A_log, m.dt_bias)
-        y, end, tape = self._rule.run(block, self.state, self._lens.keep)
-        self._last = _Forward(window, end, tape, self._lens.keep is not None)
+        if self._lens.keep is None:
+            y, tape = self._rule.verify(block, self.state)
+            self._last = _Forward(window, None, tape)
+        else:
+            y, end = self._rule.advance(block, self.state, self._lens.keep)
+            self._last = _Forward(window, end, None)
         out: mx.array = m.out_proj(m.norm(y, z).reshape(rows, width, -1))
         return out
 
     def commit(self, keep: mx.array) -> None:
         """Move each row's state past the first keep[r] (int32 [R]) tokens of the last forward."""
         assert self._last is not None
-        (window, end, tape, settled), self._last = self._last, None
+        (window, end, tape), self._last = self._last, None
+        self.state = self._rule.replay(tape, self.state, keep) if end is None else end
         kept = self.window.shape[1]
-        if settled:
-            self.state = end
-        elif window.shape[1] == kept + 1:
-            self.state = mx.where((keep > 0)[:, None, None, None], end, self.state)
-        else:
-            self.state = self._rule.after(tape, self.state, keep)
         last = keep[:, None] + mx.arange(kept, dtype=mx.int32)
         self.window = mx.take_along_axis(window, last[:, :, None], axis=1)
 

@@ -11,9 +11,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from dflash_batch.decoder import delta_rule
 from dflash_batch.decoder.arena import LayerKV, Lens
 from dflash_batch.decoder.attention import as_mask, heads, rotated
+from dflash_batch.decoder.delta_choice import Heads, choose, forms
 from dflash_batch.decoder.gdn import DeltaLayer
 from dflash_batch.decoder.hybrid import HybridArena
 from dflash_batch.decoder.targets.base import Forward, check_rope
@@ -27,7 +27,7 @@ class Qwen35Target(Stack):
         text: Any = model.language_model
         super().__init__(text, family, context_length)
         self._deltas = [block.linear_attn for block in self._blocks if block.is_linear]
-        self._rule = delta_rule.choose()
+        self._rule = choose(forms(), Heads.of(self._deltas[0]), self.dtype)
         for block in self._blocks:
             if not block.is_linear:
                 check_rope(block.self_attn.rope)
