@@ -18,7 +18,8 @@ import numpy as np
 
 from dflash_batch.decoder.acceptance import Coupled, Greedy, Rule
 from dflash_batch.decoder.admission import STALL, Admission, Group, Rider
-from dflash_batch.decoder.cycle import Ride, Slots, Verdict, cycle
+from dflash_batch.decoder.cycle import Ride, Slots, Verdict, cycle, untimed
+from dflash_batch.decoder.diagnostics import CycleFacts, Watch
 from dflash_batch.decoder.drafters import Drafter, Proposal
 from dflash_batch.decoder.errors import PromptError
 from dflash_batch.decoder.logprobs import Shown, show
@@ -61,6 +62,7 @@ class _Flight(NamedTuple):
     context: int  # visible columns
     verdict: Verdict
     shown: Shown | None  # while some row wants log probabilities
+    parts: dict[str, float]  # milliseconds, if they are timed
 
 
 class Decoder:
@@ -71,6 +73,7 @@ class Decoder:
     `policy` chooses how many tokens to draft and how many rows to take, by default all there are;
     it may be exchanged between steps.
     `memory` is bytes on the device for all of it, weights included; None: as much as it takes.
+    `watch` is told of every cycle and row.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
     each cycle at once (better on the CPU backend, where the two compete for the same cores).
     """
@@ -87,6 +90,7 @@ class Decoder:
         sampling: Rule | None = None,
         policy: Policy | None = None,
         memory: int | None = None,
+        watch: Watch | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -99,6 +103,7 @@ class Decoder:
         self._depth = int(self._gpu) if depth is None else depth
         self._greedy, self._sampling = Greedy(), sampling or Coupled()
         self._admission = Admission(Prefiller(target, drafter))
+        self._watch = watch
         self._budget = Budget(target, drafter, memory)
         self._slots = Slots(1, target, drafter)
         self._rows: list[Row | None] = [None]  # of each slot
@@ -219,7 +224,11 @@ class Decoder:
             self._flights.clear()
         over += self._retire()
         now = time.perf_counter()
-        return [self._completion(row, now) for row in over if not row.cancelled]
+        done = [self._completion(row, now) for row in over if not row.cancelled]
+        if self._watch is not None:
+            for completion in done:
+                self._watch.job(completion)
+        return done
 
     def run(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Decode requests, taken as room comes free, and give each completion as it ends.
@@ -247,6 +256,8 @@ class Decoder:
         self._admission.clear()
         self._flights.clear()
         self.policy.close()
+        if self._watch is not None:
+            self._watch.close()
         self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
         mx.clear_cache()
 
@@ -263,13 +274,18 @@ class Decoder:
         k = self._block(live, context)
         ride, rode = self._ride(k + 1)
         rule = self._rule(self._slots.sampler)
-        verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule, ride)
+        watch = self._watch
+        if watch is not None:
+            watch.begin()
+        timer = untimed if watch is None else watch.part
+        verdict, logits = cycle(self._slots, self._target, self._drafter, k, rule, ride, timer)
         shown = show(logits, verdict.chosen) if _asked(live) else None
         mx.async_eval(
             *(*verdict, *(shown or ())),
             *(self._slots.lens.offset, self._slots.anchor, self._slots.remaining),
         )
-        return _Flight(list(self._rows), rode, k + 1, context, verdict, shown)
+        parts = {} if watch is None else watch.parts()
+        return _Flight(list(self._rows), rode, k + 1, context, verdict, shown, parts)
 
     def _block(self, live: list[Row], context: int) -> int:
         """Drafts per row for the next cycle."""
@@ -328,6 +344,19 @@ class Decoder:
         self.policy.landed(
             Landed(len(flight.rows), flight.tokens, flight.context, seconds, outcomes)
         )
+        if self._watch is not None:
+            self._watch.cycle(
+                CycleFacts(
+                    width=len(flight.rows),
+                    live=len(outcomes),
+                    riding=len(flight.rode),
+                    block=flight.tokens,
+                    context=flight.context,
+                    accepted=[outcome.accepted for outcome in outcomes],
+                    emitted=int(emitted.sum()),
+                    parts_ms=flight.parts,
+                )
+            )
 
     def _lap(self) -> float | None:
         """Seconds since the last landing, if nothing but a cycle ran in them.

@@ -1,18 +1,24 @@
 """Decode speed on a public model's shape, with random weights and acceptance as published.
 
     python tests/benchmarks/shape.py [--shape qwen3.5-4b] [--widths 1,8,16,32,64] [--p 0.85]
+                                     [--json FILE]
 
 The draft's forward is really run and paid for, and so is every verify; only whether a draft stands
 is drawn (each with probability p, given that those before it stood). Texts mean nothing here.
-mlx-lm's `BatchGenerator` decodes the same prompts with the same weights. Times include prefill;
-each system runs twice and the second run counts.
+mlx-lm's `BatchGenerator` decodes the same prompts with the same weights. Ours: plain, each block
+length, and what `--spec auto` chooses by costs measured before. Each system runs twice and the
+second run counts. `decode` is tokens a second without the time of prompts, as mlx-lm counts it;
+`total` is with all.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import statistics
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,16 +27,18 @@ from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator
 
 from dflash_batch.decoder.acceptance import Drafts, Greedy, Judged
+from dflash_batch.decoder.bench import Order, sweep
 from dflash_batch.decoder.cost import CostTable
+from dflash_batch.decoder.diagnostics import CycleFacts, Parts
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
-from dflash_batch.decoder.drafters import NoDrafter
+from dflash_batch.decoder.drafters import Drafter, NoDrafter
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.loading import FAMILIES
-from dflash_batch.decoder.policy import Fixed, Goodput
+from dflash_batch.decoder.policy import Fixed, Goodput, Policy
 from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
-from dflash_batch.decoder.types import ModelInfo, Request
+from dflash_batch.decoder.types import Completion, ModelInfo, Request
 
 
 class Shape(NamedTuple):
@@ -128,6 +136,16 @@ class Drawn(Greedy):
         return Judged(judged.chosen, mx.random.uniform(shape=drafts.tokens.shape) < self.p)
 
 
+class Speed(NamedTuple):
+    """Tokens a second."""
+
+    decode: float  # prompts not counted
+    total: float
+
+
+BLOCKS = (2, 4, 8, 16)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
@@ -135,28 +153,118 @@ def main() -> None:
     parser.add_argument("--p", type=float, default=0.85)
     parser.add_argument("--prompt", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--sweep", type=float, default=40, help="seconds to measure costs")
+    parser.add_argument("--json", type=Path, help="write all the numbers here")
     options = parser.parse_args()
+    widths = [int(w) for w in options.widths.split(",")]
     model, target, drafter = make(SHAPES[options.shape])
-    dice = np.random.default_rng(0)
-    vocab = target.vocab_size
+    rule = Drawn(options.p)
     print(f"{options.shape}, {target.dtype}, p = {options.p}, on {mx.default_device()}")
-    print(f"{'width':>6}{'mlx-lm':>9}{'plain':>9}{'block 16':>10}{'auto':>9}   tokens/s; ratios")
-    table = CostTable()
-    for width in [int(w) for w in options.widths.split(",")]:
-        prompts = dice.integers(0, vocab - 1, size=(width, options.prompt)).tolist()
-        speeds = [peer(model, prompts, options.tokens)]
-        for policy, using in (
-            (None, NoDrafter()),
-            (Fixed(15, trim=False), drafter),
-            (Goodput(table, 16), drafter),
-        ):
+    table = costs(target, drafter, rule, widths, options)
+    names = ["mlx-lm", "plain", *(f"T={block}" for block in BLOCKS), "auto"]
+    print(f"{'width':<14}" + "".join(f"{name:>8}" for name in names) + "   over mlx-lm")
+    dice = np.random.default_rng(0)
+    facts: list[dict[str, Any]] = []
+    for width in widths:
+        prompts = dice.integers(0, target.vocab_size - 1, (width, options.prompt)).tolist()
+        speeds = {"mlx-lm": peer(model, prompts, options.tokens)}
+        policies = {f"T={block}": Fixed(block - 1, trim=False) for block in BLOCKS}
+        systems: tuple[tuple[str, Policy | None, Drafter], ...] = (
+            ("plain", None, NoDrafter()),
+            *((name, policy, drafter) for name, policy in policies.items()),
+            ("auto", Goodput(table, drafter.spec.max_k + 1), drafter),
+        )
+        for name, policy, using in systems:
             decoder = Decoder(target, using, info=info(target), max_batch=width, policy=policy)
-            decoder._greedy = Drawn(options.p)
-            speeds.append(ours(decoder, prompts, options.tokens))
-        ratios = " ".join(f"{speed / speeds[0]:.2f}" for speed in speeds[1:])
-        cells = "".join(f"{s:>{w}.0f}" for s, w in zip(speeds, (9, 9, 10, 9), strict=True))
-        print(f"{width:>6}{cells}   {ratios}", flush=True)
+            decoder._greedy = rule
+            speeds[name] = ours(decoder, prompts, options.tokens)
+        show(width, names, speeds)
+        times = parts(target, drafter, rule, prompts, options.tokens)
+        facts.append({"width": width, "speeds": {n: s._asdict() for n, s in speeds.items()}})
+        facts[-1]["parts_ms"] = times
+    print("parts of a cycle, ms, each waited for:")
+    for fact in facts:
+        for block, times in fact["parts_ms"].items():
+            cells = "  ".join(f"{part} {ms:.1f}" for part, ms in times.items())
+            print(f"  width {fact['width']:<4} T={block:<3} {cells}")
+    best = {name: max(fact["speeds"][name]["decode"] for fact in facts) for name in names}
+    ours_best = max(speed for name, speed in best.items() if name != "mlx-lm")
+    print(f"best of all widths: ours {ours_best / best['mlx-lm']:.2f} x mlx-lm's")
     print(f"peak memory {mx.get_peak_memory() / 2**30:.1f} GiB")
+    if options.json:
+        options.json.write_text(json.dumps({"shape": options.shape, "widths": facts}, indent=1))
+
+
+def show(width: int, names: list[str], speeds: dict[str, Speed]) -> None:
+    for which in ("decode", "total"):
+        of = {name: getattr(speeds[name], which) for name in names}
+        cells = "".join(f"{of[name]:>8.0f}" for name in names)
+        ratios = " ".join(f"{of[name] / of['mlx-lm']:.2f}" for name in names[1:])
+        print(f"{width:>4} {which:<9}{cells}   {ratios}", flush=True)
+
+
+def costs(
+    target: Target, drafter: DFlashDrafter, rule: Drawn, widths: list[int], options: Any
+) -> CostTable:
+    """What `dflash-batch bench` would measure."""
+    decoder = Decoder(target, drafter, info=info(target), max_batch=max(widths))
+    decoder._greedy = rule
+    context = -(-(options.prompt + options.tokens) // 256) * 256
+    order = Order("shape", widths=tuple(widths), contexts=(context,), limit_s=options.sweep)
+    start = time.perf_counter()
+    table = sweep(decoder, order, lambda phase, share: None)
+    print(f"costs measured in {time.perf_counter() - start:.0f} s; ms by width and block:")
+    for b, t, c in sorted(table.forward.cells):
+        if t in (1, *BLOCKS):
+            print(f"  {b}x{t}: {1e3 * float(table.cycle(b, [t], c)[0]):.1f}", end="")
+    print()
+    return table
+
+
+def parts(
+    target: Target, drafter: DFlashDrafter, rule: Drawn, prompts: list[list[int]], tokens: int
+) -> dict[int, dict[str, float]]:
+    """Median milliseconds of each part of a cycle, without and with a whole block."""
+    found = {}
+    for block, using in ((1, NoDrafter()), (BLOCKS[-1], drafter)):
+        watch = Watching()
+        policy = Fixed(block - 1, trim=False)
+        decoder = Decoder(
+            target,
+            using,
+            info=info(target),
+            max_batch=len(prompts),
+            policy=policy,
+            watch=watch,
+        )
+        decoder._greedy = rule
+        for i, prompt in enumerate(prompts):
+            decoder.add(Request(i, tuple(prompt), tokens))
+        for _ in range(14):
+            decoder.step()
+        decoder.close()
+        found[block] = {
+            part: statistics.median(cycle[part] for cycle in watch.seen[len(watch.seen) // 3 :])
+            for part in watch.seen[-1]
+        }
+    return found
+
+
+class Watching(Parts):
+    """Notes the parts of each cycle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, float]] = []
+
+    def cycle(self, facts: CycleFacts) -> None:
+        self.seen.append(facts.parts_ms)
+
+    def job(self, completion: Completion) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def make(shape: Shape) -> tuple[Any, Target, DFlashDrafter]:
@@ -224,19 +332,32 @@ def info(target: Target) -> ModelInfo:
     )
 
 
-def ours(decoder: Decoder, prompts: list[list[int]], tokens: int) -> float:
+def ours(decoder: Decoder, prompts: list[list[int]], tokens: int) -> Speed:
+    admit = decoder._admit
+    prefill = 0.0
+
+    def timed() -> list[Any]:
+        nonlocal prefill
+        start = time.perf_counter()
+        over = admit()
+        prefill += time.perf_counter() - start
+        return over
+
+    decoder._admit = timed  # type: ignore[method-assign]
     seconds = 0.0
     for _ in range(2):
+        prefill = 0.0
         start = time.perf_counter()
         requests = (Request(i, tuple(p), tokens) for i, p in enumerate(prompts))
         count = sum(len(c.token_ids) for c in decoder.run(requests))
         seconds = time.perf_counter() - start
         assert count == len(prompts) * tokens
-    return len(prompts) * tokens / seconds
+    # A row's first token comes with its prompt.
+    return Speed(len(prompts) * (tokens - 1) / (seconds - prefill), count / seconds)
 
 
-def peer(model: Any, prompts: list[list[int]], tokens: int) -> float:
-    seconds = 0.0
+def peer(model: Any, prompts: list[list[int]], tokens: int) -> Speed:
+    speed = Speed(0.0, 0.0)
     for _ in range(2):
         generator = BatchGenerator(
             model,
@@ -244,14 +365,16 @@ def peer(model: Any, prompts: list[list[int]], tokens: int) -> float:
             completion_batch_size=len(prompts),
             prefill_batch_size=min(8, len(prompts)),
         )
-        start = time.perf_counter()
-        generator.insert(prompts, [tokens] * len(prompts))
-        count = 0
-        while count < len(prompts) * tokens:
-            count += len(generator.next_generated())
-        seconds = time.perf_counter() - start
+        with generator.stats() as stats:
+            start = time.perf_counter()
+            generator.insert(prompts, [tokens] * len(prompts))
+            count = 0
+            while count < len(prompts) * tokens:
+                count += len(generator.next_generated())
+            seconds = time.perf_counter() - start
         generator.close()
-    return len(prompts) * tokens / seconds
+        speed = Speed(stats.generation_tps, count / seconds)
+    return speed
 
 
 if __name__ == "__main__":
