@@ -6,6 +6,7 @@ import click
 
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
+from dflash_batch.cli.launchd import agent, worker_agent
 from dflash_batch.cli.models import (
     draft_options,
     max_batch_option,
@@ -57,6 +58,12 @@ def _conditions(ctx: click.Context, param: click.Parameter, value: str) -> str:
     help="Rest unless all of these hold: plugged, idle, hours like 22:00-07:00. "
     "Heat and a draining battery are minded anyway.",
 )
+@click.option(
+    "--launchd",
+    type=click.Choice(["install", "remove", "status", "print"]),
+    help="Have macOS start this worker, with the other options given, at login and after a fault; "
+    "or undo that, show it, or print the file.",
+)
 @click.option("--burst", is_flag=True, help="Stop when nothing is left to do.")
 @cache_dir_option
 @common_options
@@ -74,6 +81,7 @@ def command(
     max_context: int | None,
     lease_ttl: float,
     only_when: str,
+    launchd: str | None,
     burst: bool,
 ) -> None:
     """Work on queued batches until stopped.
@@ -86,6 +94,9 @@ def command(
     """
     ref = model_ref(model, draft, block, dtype) if model else None
     home = home_dir(common.home)
+    if launchd is not None:
+        agent(launchd, worker_agent(ctx, common, ref, home))
+        return
     with redis_url(common.redis, home) as url:
         settings = WorkerSettings(
             redis_url=url,
