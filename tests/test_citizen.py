@@ -23,6 +23,7 @@ from queue_tools import (
 
 from dflash_batch.worker.citizen import Citizen
 from dflash_batch.worker.contract import WorkerInfo
+from dflash_batch.worker.private import PrivateWorker
 from dflash_batch.worker.queue import Queue, connect
 from dflash_batch.worker.service import Supervisor
 from dflash_batch.worker.settings import WorkerSettings
@@ -215,6 +216,28 @@ def test_a_resting_worker_process_shows_in_status_and_can_be_stopped(
     finally:
         worker.kill()
     assert leased(queue) == 0
+
+
+def test_a_private_worker_tells_its_command_that_it_rests(
+    queue: Queue, valkey_url: str, tmp_path: Path
+) -> None:
+    submit(queue, [row(0)])
+    settings = WorkerSettings(
+        redis_url=valkey_url, model=MODEL, engine_command=FAKE_ENGINE, only_when=closed_window()
+    )
+    worker = PrivateWorker(queue, tmp_path, "batch_a", settings)
+    news: list[str] = []
+
+    def told() -> bool:
+        said = worker.watch(0)
+        news.extend([said] if said else [])
+        return bool(news)
+
+    try:
+        until(told, "it says something")
+    finally:
+        worker.stop()
+    assert news == [f"the worker rests: outside {settings.only_when}"]
 
 
 def test_a_condition_with_a_typing_error_is_refused_before_anything_starts() -> None:

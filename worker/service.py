@@ -31,7 +31,6 @@ from dflash_batch.worker.pipe import Beat, Loading, Ready, RowDone
 from dflash_batch.worker.queue import COMMIT_ROWS, Queue
 from dflash_batch.worker.rq_face import RqFace
 from dflash_batch.worker.settings import WorkerSettings
-from dflash_batch.worker.sleep import continuous
 from dflash_batch.worker.speed import Speed
 
 EXIT_OK = 0
@@ -136,7 +135,8 @@ class Supervisor(RqFace):
         """See whether it slept and whether rows may run; keep it awake while they do."""
         if slept := self._citizen.slept_s():
             warn("slept", seconds=slept, shards=len(self._holdings))
-            self._next_beat = self._next_look = 0.0  # the clock these go by stood still
+            # the clock these go by stood still
+            self._beaten = self._next_beat = self._next_look = 0.0
         self._citizen.keep_awake(self._holdings.running)
         self._hear_verdict(self._citizen.may_run())
         if self._verdict.may:
@@ -167,7 +167,7 @@ class Supervisor(RqFace):
             self._next_beat = 0.0
         if not _due(self._next_beat):
             return
-        self._beaten = continuous()
+        self._beaten = time.monotonic()
         verdicts = self._queue.beat(self.name, self._settings.lease_ttl_ms, self._holdings.leases)
         self._next_beat = time.monotonic() + self._settings.lease_ttl_s / 4
         for shard_id, verdict in verdicts.items():
@@ -255,7 +255,7 @@ class Supervisor(RqFace):
 
     def _can_take(self) -> bool:
         # who slept since the beat beats first: a lease puts back what ran out, ours too
-        slept = continuous() - self._beaten > self._settings.lease_ttl_s / 2
+        slept = time.monotonic() - self._beaten > self._settings.lease_ttl_s / 2
         return (
             not slept
             and self._stop_at is None
