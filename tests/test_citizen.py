@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
@@ -210,6 +211,8 @@ def test_a_resting_worker_process_shows_in_status_and_can_be_stopped(
         shown = invoke("status", "--redis", valkey_url).stdout
         assert "resting" in shown
         assert f"outside {hours}" in shown
+        (told,) = json.loads(invoke("status", "--redis", valkey_url, "--json").stdout)["workers"]
+        assert (told["resting"], told["state"]) == (f"outside {hours}", "idle")
         assert f'resting reason="outside {hours}"' in worker.says
         worker.signal(signal.SIGTERM)
         assert worker.wait() == 0

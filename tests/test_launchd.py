@@ -16,6 +16,7 @@ from dflash_batch.worker.launchd import AGAIN_S, GRACE_S, LABEL, Agent, Launchd,
 from dflash_batch.worker.settings import WorkerSettings
 
 SERVICE = f"gui/501/{LABEL}"
+PRINTED = "state = running\n DFLASH_BATCH_REDIS => redis://u:p/@w@studio.local:6379/0\n"
 
 
 class FakeLaunchd:
@@ -37,7 +38,7 @@ class FakeLaunchd:
                 if self._ending and self._lingers == 0:
                     self.loaded = self._ending = False
                 self._lingers -= self._ending
-                return (0, "state = running\n") if self.loaded else (113, "Could not find service")
+                return (0, PRINTED) if self.loaded else (113, "Could not find service")
             case "bootout":
                 assert words == [SERVICE]
                 self._ending = True
@@ -87,7 +88,14 @@ def test_install_writes_private_files_and_loads_the_agent(tmp_path: Path) -> Non
     assert fake.loaded
     assert mode(agents.file) == mode(tmp_path / "worker.log") == 0o600
     assert [path.name for path in agents.file.parent.iterdir()] == [f"{LABEL}.plist"]
-    assert agents.status() == "state = running\n"
+    said = agents.status()
+    assert said is not None
+    assert said.startswith("state = running\n")
+
+
+def test_status_keeps_passwords_to_itself(tmp_path: Path) -> None:
+    said = launchd(tmp_path, FakeLaunchd(loaded=True)).status()
+    assert said == "state = running\n DFLASH_BATCH_REDIS => redis://***@studio.local:6379/0\n"
 
 
 def test_install_replaces_one_that_runs_once_it_is_gone(tmp_path: Path) -> None:

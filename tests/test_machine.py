@@ -228,6 +228,7 @@ def test_idle_objects_to_a_person() -> None:
 
 
 def test_a_missing_reading_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "dflash_batch")
     condition = Cool(lambda: None)
     assert [condition.objection() for _ in range(3)] == ["", "", ""]
     assert [record.getMessage() for record in caplog.records] == ["no_reading of=heat"]

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from dflash_batch.worker.heat import Heat, heat
 from dflash_batch.worker.idle import idle_s
-from dflash_batch.worker.log import warn
+from dflash_batch.worker.log import say
 from dflash_batch.worker.power import Power, power
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Told(Generic[T]):
         value = self._read()
         if value is None and not self._said:
             self._said = True
-            warn("no_reading", of=self._what)
+            say("no_reading", of=self._what)
         return value
 
 

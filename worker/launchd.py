@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import re
 import subprocess
 import sys
 import time
@@ -63,6 +64,7 @@ class Agent:
         )
 
 
+_PASSWORD = re.compile(r"://\S*@")
 _IN_PROGRESS = 36  # EINPROGRESS of macOS: bootout does not wait for the end
 
 Run = Callable[[Sequence[str]], tuple[int, str]]
@@ -100,9 +102,12 @@ class Launchd:
         return loaded or there
 
     def status(self) -> str | None:
-        """What launchd says of the agent, in its own words; None if it does not know it."""
+        """What launchd says of the agent, in its own words; None if it does not know it.
+
+        It tells the environment too; passwords in addresses are left out.
+        """
         code, said = self._run(["launchctl", "print", self._service])
-        return said if code == 0 else None
+        return _PASSWORD.sub("://***@", said) if code == 0 else None
 
     @property
     def _service(self) -> str:
