@@ -24,6 +24,7 @@ VERBS = {
     "status": "Show workers and batches, or one batch.",
     "results": "Write the results of a queued batch.",
     "bench": "Measure what decoding costs here, for --spec auto.",
+    "doctor": "Look whether everything that is needed works here.",
     "version": "Print the versions of what is installed.",
 }
 

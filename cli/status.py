@@ -77,9 +77,11 @@ def _overview(workers: list[WorkerInfo], batches: list[BatchStatus]) -> Iterator
         # a name is "<host>-<uuid>": a few digits tell two of one host apart
         name = f"{worker.host}-{worker.name.removeprefix(worker.host + '-')[:6]}"
         model = worker.model.target if worker.model else "any model"
-        note = f"   {worker.note}" if worker.note else ""
+        state = "resting" if worker.resting else worker.state
+        said = worker.resting or worker.note
+        note = f"   {said}" if said else ""
         yield printable(
-            f"  {name:<24} {worker.state:<9} {model}   rows {worker.rows_done:,}   "
+            f"  {name:<24} {state:<9} {model}   rows {worker.rows_done:,}   "
             f"active {worker.active}   {worker.tokens_per_s:,.0f} tok/s{note}"
         )
     yield f"batches  {len(batches)}" if batches else "batches  none"

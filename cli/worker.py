@@ -6,6 +6,7 @@ import click
 
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
+from dflash_batch.cli.launchd import agent, worker_agent
 from dflash_batch.cli.models import (
     draft_options,
     max_batch_option,
@@ -14,10 +15,19 @@ from dflash_batch.cli.models import (
     spec_option,
 )
 from dflash_batch.worker import main as worker_main
+from dflash_batch.worker.conditions import ALWAYS, conditions
 from dflash_batch.worker.contract import Spec
 from dflash_batch.worker.home import cost_dir, home_dir
 from dflash_batch.worker.server import redis_url
 from dflash_batch.worker.settings import WorkerSettings
+
+
+def _conditions(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    try:
+        conditions(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    return value
 
 
 @click.command("worker")
@@ -40,6 +50,20 @@ from dflash_batch.worker.settings import WorkerSettings
     metavar="SECONDS",
     help="How long the queue waits for us when we are silent, before others get our rows.",
 )
+@click.option(
+    "--only-when",
+    default="",
+    callback=_conditions,
+    metavar="LIST",
+    help="Rest unless all of these hold: plugged, idle, hours like 22:00-07:00. "
+    "Heat and a draining battery are minded anyway.",
+)
+@click.option(
+    "--launchd",
+    type=click.Choice(["install", "remove", "status", "print"]),
+    help="Have macOS start this worker, with the other options given, at login and after a fault; "
+    "or undo that, show it, or print the file.",
+)
 @click.option("--burst", is_flag=True, help="Stop when nothing is left to do.")
 @cache_dir_option
 @common_options
@@ -56,6 +80,8 @@ def command(
     max_batch: int,
     max_context: int | None,
     lease_ttl: float,
+    only_when: str,
+    launchd: str | None,
     burst: bool,
 ) -> None:
     """Work on queued batches until stopped.
@@ -68,6 +94,9 @@ def command(
     """
     ref = model_ref(model, draft, block, dtype) if model else None
     home = home_dir(common.home)
+    if launchd is not None:
+        agent(launchd, worker_agent(ctx, common, ref, home))
+        return
     with redis_url(common.redis, home) as url:
         settings = WorkerSettings(
             redis_url=url,
@@ -77,6 +106,7 @@ def command(
             max_context=max_context,
             spec=spec,
             cost_dir=str(cost_dir(home)),
+            only_when=",".join(filter(None, (ALWAYS, only_when))),
             burst=burst,
             log_level="DEBUG" if common.verbose else "WARNING" if common.quiet else "INFO",
         )

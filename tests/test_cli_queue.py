@@ -205,11 +205,13 @@ def test_worker_hands_its_options_on(
 
     monkeypatch.setattr(worker_main, "run_worker", run_worker)
     assert cli("worker").exit_code == exits.OK
-    options = ("-m", "demo", "--draft", "none", "--lease-ttl", 9, "--burst", "--max-batch", 2, "-q")
+    options: tuple[object, ...] = ("-m", "demo", "--draft", "none", "--lease-ttl", 9, "--burst")
+    options += ("--max-batch", 2, "-q")
+    options += ("--only-when", "plugged,22:00-07:00")
     assert cli("worker", *options, "--spec", "off").exit_code == exits.NOT_FOUND
     first, second = seen
     costs = str(tmp_path / "home" / "costs")
-    assert first == WorkerSettings(redis_url=valkey_url, cost_dir=costs)
+    assert first == WorkerSettings(redis_url=valkey_url, cost_dir=costs, only_when="cool,charged")
     assert second == WorkerSettings(
         redis_url=valkey_url,
         model=ModelRef(target="demo", draft="none"),
@@ -218,6 +220,7 @@ def test_worker_hands_its_options_on(
         max_batch=2,
         spec="off",
         cost_dir=costs,
+        only_when="cool,charged,plugged,22:00-07:00",
         log_level="WARNING",
     )
     assert cli("worker", "-m", "./nope").exit_code == exits.NOT_FOUND

@@ -20,6 +20,7 @@ from typing import Any
 import redis
 
 from dflash_batch.worker.appender import OutputTaken
+from dflash_batch.worker.conditions import ALWAYS
 from dflash_batch.worker.contract import BatchState, JobSpec, ModelRef, Spec
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.follow import Follower, QueueLost
@@ -336,6 +337,7 @@ class _Session:
             max_context=options.max_context,
             spec=options.spec,
             cost_dir=str(cost_dir(options.home)),
+            only_when=ALWAYS,
             engine_command=options.engine_command,
         )
         return PrivateWorker(

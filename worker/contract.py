@@ -297,6 +297,7 @@ class WorkerInfo(Record):
     active: int = 0  # rows in the decoder now
     tokens_per_s: float = 0.0
     note: str = ""  # last trouble, for people
+    resting: str = ""  # why it takes no rows though it could; no `state`: older readers go on
 
 
 class Key:

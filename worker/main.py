@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from dflash_batch.worker.citizen import citizen
 from dflash_batch.worker.log import set_up, warn
 from dflash_batch.worker.queue import Queue, QueueUnreachable, connect
 from dflash_batch.worker.service import EXIT_MODEL, EXIT_OK, Supervisor
@@ -39,7 +40,12 @@ def run_worker(settings: WorkerSettings) -> int:
             # two pools: RQ sets timeouts of its own on the one it is given. Calls are not tried
             # again inside the client: the service loop does that, and beats first
             queue = Queue(connect(settings.redis_url, retries=1))
-            supervisor = Supervisor(settings, queue, connect(settings.redis_url, retries=1))
+            supervisor = Supervisor(
+                settings,
+                queue,
+                connect(settings.redis_url, retries=1),
+                citizen(settings.only_when),
+            )
             break
         except QueueUnreachable as error:
             if time.monotonic() > deadline:

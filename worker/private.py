@@ -163,6 +163,8 @@ class PrivateWorker:
                 case {"event": "ready", "draft_notice": notice}:
                     self.is_ready, self.loaded = True, None
                     news = str(notice) if notice else news
+                case {"event": "resting", "reason": str(reason)}:
+                    news = f"the worker rests: {reason}" if reason else "the worker works again"
                 case {"event": "engine_died", "reason": str(reason), "hopeless": hopeless}:
                     self.is_ready, self._trouble = False, reason
                     news = news if hopeless else f"the engine died ({reason}); it is started again"

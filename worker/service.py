@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import redis
 
+from dflash_batch.worker.citizen import Citizen, Verdict
 from dflash_batch.worker.contract import SHARD_ROWS, Lease, WorkerInfo
 from dflash_batch.worker.holdings import Care, Held, Holdings
 from dflash_batch.worker.keeper import PARKED_S, Died, Keeper
@@ -40,6 +41,7 @@ COMMIT_S = 0.25
 _LOOK_S = 1.0  # between looks at commands, suspension, our parent
 _IDLE_LOOK_S = 0.25  # between looks for work, when there was none
 _REPAIR_S = 60.0
+_UNLOAD_S = 300.0  # of rest, after which the model's memory is given back too
 _DOUBLE_SIGNAL_S = 1.0  # a terminal and a parent may both send the first one
 
 State = Literal["starting", "loading", "idle", "busy", "parked", "draining"]
@@ -48,7 +50,13 @@ State = Literal["starting", "loading", "idle", "busy", "parked", "draining"]
 class Supervisor(RqFace):
     """One worker: its leases, its engine, its word to the world."""
 
-    def __init__(self, settings: WorkerSettings, queue: Queue, rq_client: redis.Redis) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        queue: Queue,
+        rq_client: redis.Redis,
+        citizen: Citizen | None = None,
+    ) -> None:
         name = settings.name or f"{socket.gethostname()}-{uuid4().hex[:12]}"
         super().__init__(name, rq_client)
         self._settings = settings
@@ -56,6 +64,9 @@ class Supervisor(RqFace):
         self._keeper = Keeper(settings, name)
         self._holdings = Holdings()
         self._link = Link()
+        self._citizen = citizen or Citizen()
+        self._verdict = Verdict()
+        self._resting_since = 0.0  # monotonic; of a verdict against us
         self._info = WorkerInfo(
             name=name,
             host=socket.gethostname(),
@@ -88,6 +99,7 @@ class Supervisor(RqFace):
 
     def _turn(self) -> None:
         self._hear_engine()
+        self._mind_the_machine()
         if self._link.up:
             with self._link:
                 self._look_around()
@@ -118,6 +130,22 @@ class Supervisor(RqFace):
                     self._engine_died(report)
                 case _:
                     pass
+
+    def _mind_the_machine(self) -> None:
+        """See whether it slept and whether rows may run; keep it awake while they do."""
+        if slept := self._citizen.slept_s():
+            warn("slept", seconds=slept, shards=len(self._holdings))
+            # the clock these go by stood still
+            self._beaten = self._next_beat = self._next_look = 0.0
+        self._citizen.keep_awake(self._holdings.running)
+        self._hear_verdict(self._citizen.may_run())
+        if self._verdict.may:
+            return
+        rested_s = time.monotonic() - self._resting_since
+        if rested_s >= self._settings.grace_s:
+            self._holdings.give_back_all()
+        if rested_s >= max(self._settings.grace_s, _UNLOAD_S) and not self._holdings:
+            self._keeper.want(None)  # the next look for work chooses again
 
     def _look_around(self) -> None:
         """Once a second: say how we are; RQ's commands and suspension, its list, its view."""
@@ -232,9 +260,23 @@ class Supervisor(RqFace):
             not slept
             and self._stop_at is None
             and not self._suspended
+            and self._verdict.may
             and not self._holdings.alone
             and self._holdings.open_rows < 2 * self._settings.max_batch
         )
+
+    def _hear_verdict(self, verdict: Verdict) -> None:
+        if verdict == self._verdict:
+            return
+        if self._verdict.may:
+            self._resting_since = time.monotonic()
+        self._verdict = verdict
+        if verdict.may:
+            say("works_again")
+        else:
+            say("resting", reason=verdict.reason)
+        self._notice("resting", reason=verdict.reason)
+        self._next_look = 0.0  # `status` is to know
 
     def _lease_some(self) -> list[Lease]:
         assert self._keeper.model is not None
@@ -331,6 +373,7 @@ class Supervisor(RqFace):
                 "active": self._keeper.load.active,
                 "tokens_per_s": self._speed.tokens_per_s,
                 "note": self.note,
+                "resting": self._verdict.reason,
             }
         )
 
@@ -355,7 +398,9 @@ class Supervisor(RqFace):
 
     def _arrive(self) -> None:
         say("worker_started", name=self.name, pid=os.getpid())
-        self._keeper.want(self._settings.model)
+        self._hear_verdict(self._citizen.may_run())
+        if self._verdict.may:
+            self._keeper.want(self._settings.model)
         with self._link:
             self.appear_in_rq()
 
@@ -363,6 +408,7 @@ class Supervisor(RqFace):
         """Whatever the reason: what is held goes back and the engine is stopped."""
         out_of_time = self._stop_at is not None and _due(self._stop_at)
         at_once = out_of_time or self._holdings.running or self._keeper.ready is None
+        self._citizen.keep_awake(False)
         self._holdings.give_back_all()
         with self._link:
             for held in self._holdings:

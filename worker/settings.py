@@ -24,6 +24,7 @@ class WorkerSettings:
     max_context: int | None = None
     spec: Spec = "on"  # draft where it pays (auto), always, or never; no token depends on it
     cost_dir: str | None = None  # where measured cycle costs are kept
+    only_when: str = ""  # conditions under which rows may run, see conditions.py
     burst: bool = False  # exit when nothing is left to do
     batch_id: str | None = None  # private worker: only this batch, exit when it is over
     engine_command: tuple[str, ...] = ENGINE_COMMAND
