@@ -181,6 +181,15 @@ def submit(
     queue.seal(batch_id, len(rows))
 
 
+def ready_shards(queue: Queue, batch_id: str = "batch_a") -> list[str]:
+    """Shards that may be leased now, wherever they wait."""
+    client = queue.client
+    found = client.lrange(Key.suspects(batch_id), 0, -1)
+    for key in client.scan_iter(Key.group_of(batch_id, "*")):
+        found += client.lrange(key, 0, -1)
+    return [shard_id.decode() for shard_id in found]
+
+
 def all_results(queue: Queue, batch_id: str = "batch_a") -> list[RowResult]:
     entries = queue.results(batch_id, "0-0", count=100_000, block_ms=0)
     return [result for _, result in entries]
@@ -210,7 +219,11 @@ def assert_settled(queue: Queue, batch_id: str = "batch_a") -> None:
     assert not [s for s in client.zrange(Key.LEASES, 0, -1) if s.decode() in shard_ids]
     for key in client.scan_iter(Key.worker_leases("*")):
         assert not {shard_id.decode() for shard_id in client.smembers(key)} & set(shard_ids)
-    assert not client.exists(Key.ready(batch_id))
+    places = (Key.ready, Key.shared, Key.suspects, Key.owners)
+    assert not client.exists(*(place(batch_id) for place in places))
+    assert not list(client.scan_iter(Key.group_of(batch_id, "*")))
+    assert client.zscore(Key.AGING, batch_id) is None
+    assert not [s for s in client.zrange(Key.LATER, 0, -1) if s.decode() in shard_ids]
     assert client.zscore(Key.runnable(status.batch.model.key), batch_id) is None
     if queue.mirror is not None:
         assert not set(queue.mirror.queue.job_ids) & set(shard_ids)

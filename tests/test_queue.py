@@ -106,7 +106,7 @@ def test_the_first_record_of_a_row_stays(queue: Queue) -> None:
     assert queue.commit(lease, [done(0, "second"), done(1)])[:2] == (1, 1)
     queue.commit(lease, [done(2), done(3)])
     again = queue.commit(lease, [done(2), done(3)])  # the answer to the last commit was lost
-    assert again == (0, 2, True, True, False)
+    assert again == (0, 2, True, True, False, False)
     (first, *_) = all_results(queue)
     assert first.response is not None
     assert first.response["body"]["text"] == "first"
@@ -300,7 +300,7 @@ def test_a_cancel_that_was_cut_short_is_finished_by_the_next(queue: Queue) -> No
     submit(queue, [row(i) for i in range(8)])
     lease = lease_one(queue)
     queue._run("cancel", "batch_a")
-    queue._run("seize", "batch_a-1", "cancel-killed", 60_000)
+    queue._run("seize", "batch_a", "cancel-killed", 60_000, 0, "batch_a-1")
     expire(queue, lease)
     assert queue.lease("w", MODEL.key, TTL, 5) == []
     assert queue.cancel("batch_a")
@@ -330,6 +330,7 @@ def test_workers_are_listed_while_they_announce_themselves(queue: Queue) -> None
     queue.retire("host-1")
     queue.client.delete(Key.worker("host-2"))  # its time has passed
     assert queue.workers() == []
+    assert queue.sweep() == []
     assert queue.client.scard(Key.WORKERS) == 0
 
 

@@ -350,7 +350,7 @@ def test_any_text_comes_through_whole(pairs: list[tuple[str, str]], escaped: boo
 def test_what_the_reader_lets_through_survives_the_queue() -> None:
     metadata = {"big": 10**30, "x": 1.5, "n": None, "t": [True, {"ü\u2028": "\U0001f600"}]}
     (row,) = read(json.dumps(line(metadata=metadata)), "m").rows
-    assert Shard.unpacked(Shard(id="s", batch_id="b", rows=[row]).packed()) == [row]
+    assert Shard.unpacked(Shard(id="s", batch_id="b", rows=[row]).packed().payload) == [row]
     assert JobSpec.parse(row.dump()) == row
     result = RowResult(index=0, custom_id="a", status=RowStatus.OK, metadata=row.metadata)
     assert RowResult.unpacked(result.packed()).metadata == metadata

@@ -1,4 +1,4 @@
-"""queue.lua under random histories: every row ends with exactly one record, whatever happens."""
+"""The scripts under random histories: every row ends with exactly one record, whatever happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from queue_tools import MODEL, all_results, assert_settled, done, row, submit
+from queue_tools import MODEL, all_results, assert_settled, done, ready_shards, row, submit
 
 from dflash_batch.worker.contract import Key, Lease
 from dflash_batch.worker.queue import Queue
@@ -122,7 +122,7 @@ class Histories(RuleBasedStateMachine):
         assert status.ok == len(self.records)
         assert status.leased == len(self.holder) == self.client.zcard(Key.LEASES)
         assert self.client.bitcount(Key.done("batch_a")) == len(self.records)
-        ready = self.client.lrange(Key.ready("batch_a"), 0, -1)
+        ready = ready_shards(self.queue)
         assert (
             len(ready) == len(set(ready)) == status.shards - len(self.holder) - len(self.completed)
         )

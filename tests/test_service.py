@@ -20,13 +20,14 @@ from queue_tools import (
     assert_settled,
     expected,
     is_done,
+    ready_shards,
     row,
     submit,
     until,
 )
 
 from dflash_batch.worker import main
-from dflash_batch.worker.contract import JobSpec, Key, ModelRef, RowStatus
+from dflash_batch.worker.contract import JobSpec, ModelRef, RowStatus
 from dflash_batch.worker.mirror import BaseWorker, JSONSerializer
 from dflash_batch.worker.queue import Queue, connect
 from dflash_batch.worker.settings import WorkerSettings
@@ -336,7 +337,7 @@ def test_rq_shows_the_truth_and_its_commands_are_obeyed(queue: Queue, start: Sta
     until(lambda: "suspended" in worker.says, "the worker has noticed")
     until(lambda: _leased(queue) == 0, "what was in hand is done")
     left = view.count
-    assert left == len(queue.client.lrange(Key.ready("batch_a"), 0, -1))
+    assert left == len(ready_shards(queue))
     resume(queue.client)
     until(lambda: is_done(queue), "the batch is done")
     until(lambda: view.finished_job_registry.count == 5, "RQ shows all shards finished")

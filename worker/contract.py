@@ -11,7 +11,7 @@ import hashlib
 import json
 import zlib
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -20,6 +20,9 @@ SCHEMA = 1
 
 SHARD_ROWS = 32
 """Most rows of a shard: one RQ job and one lease."""
+
+TOP_PRIORITY = 10
+"""Priorities are -10..10, 0 if not said. A higher one goes first, always."""
 
 MAX_CUSTOM_ID = 1024
 """Longest `custom_id`, in characters."""
@@ -141,6 +144,8 @@ class Batch(Record):
     total: int = 0  # rows; known when sealed
     created: float = 0.0  # Unix seconds
     max_attempts: int = 3
+    priority: Annotated[int, Field(ge=-TOP_PRIORITY, le=TOP_PRIORITY)] = 0  # when it was submitted
+    weight: Annotated[float, Field(gt=0)] = 1.0  # share of the rows among batches of one priority
     schema_: Annotated[int, Field(alias="schema")] = SCHEMA
 
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
@@ -152,6 +157,8 @@ class Batch(Record):
 class BatchState(StrEnum):
     UPLOADING = "uploading"
     RUNNING = "running"
+    PAUSED = "paused"
+    CANCELLING = "cancelling"
     DONE = "done"
     CANCELLED = "cancelled"
 
@@ -167,6 +174,8 @@ class BatchStatus(Record):
     failed: int
     shards: int
     leased: int = 0  # shards held by workers now
+    priority: int = 0  # now, as the next two
+    weight: float = 1.0
     sealed: float | None = None
     started: float | None = None
     finished: float | None = None
@@ -185,15 +194,30 @@ class Shard(Record):
     group: str = ""  # hex of the prefix the rows share; a hint, never a correctness input
     rows: list[JobSpec]
 
-    def packed(self) -> bytes:
+    def packed(self) -> PackedShard:
         """The rows as zlib-compressed JSON: what the queue stores."""
         rows = _ROWS.dump_json(self.rows, exclude_none=True, exclude_defaults=True)
-        return zlib.compress(rows, 1)  # 7 % larger than at level 6, in a quarter of the time
+        return PackedShard(self.id, self.batch_id, self.group, len(self.rows), compressed(rows))
 
     @staticmethod
     def unpacked(data: bytes) -> list[JobSpec]:
         """Inverse of `packed`."""
         return _ROWS.validate_json(zlib.decompress(data))
+
+
+def compressed(rows: bytes) -> bytes:
+    """A JSON list of rows as a shard's payload."""
+    return zlib.compress(rows, 1)  # 7 % larger than at level 6, in a quarter of the time
+
+
+class PackedShard(NamedTuple):
+    """A shard as the queue stores it."""
+
+    id: str
+    batch_id: str
+    group: str
+    rows: int
+    payload: bytes
 
 
 class Lease(Record):
@@ -209,6 +233,7 @@ class Lease(Record):
     deadline_ms: int
     pending: list[int]  # row indices without a terminal record yet; only these are to be run
     model_key: str
+    tried: dict[int, int] = {}  # row index -> attempts that failed before, in other shards
     deaths: int = 0  # suspicion against the shard: see `Care` in holdings.py
     max_attempts: int = 3
 
@@ -296,6 +321,7 @@ class WorkerInfo(Record):
     rows_done: int = 0
     active: int = 0  # rows in the decoder now
     tokens_per_s: float = 0.0
+    hot: list[str] = []  # groups whose prefix it has in its cache, last used first
     note: str = ""  # last trouble, for people
     resting: str = ""  # why it takes no rows though it could; no `state`: older readers go on
 
@@ -304,8 +330,10 @@ class Key:
     """Every Redis key, all in the hash slot of `{dfb}`. `b` is a batch id, `s` a shard id."""
 
     TAG = "{dfb}"
-    META = f"{TAG}:meta"  # hash: schema, created
+    META = f"{TAG}:meta"  # hash: schema, created, paused (by whom; nobody leases)
     LEASES = f"{TAG}:lease"  # zset: shard id -> deadline, ms
+    LATER = f"{TAG}:later"  # zset: shard of a row to be tried again -> when, ms
+    AGING = f"{TAG}:aging"  # zset: batch with ready shards -> when it rises by a class, ms
     BATCHES = f"{TAG}:batches"  # zset: batch id -> created
     MODELS = f"{TAG}:models"  # hash: model key -> ModelRef JSON
     WORKERS = f"{TAG}:workers"  # set of worker names
@@ -314,23 +342,43 @@ class Key:
 
     @staticmethod
     def batch(b: str) -> str:
-        """hash: state, model_key, spec (Batch JSON), total, left, n_ok, n_err, times, …"""
+        """hash: st, model_key, spec (Batch JSON), prio, weight, vt, total, left, n_ok, times, …"""
         return f"{Key.TAG}:b:{b}"
 
     @staticmethod
     def shard(s: str) -> str:
-        """hash: b, g, n, st, epoch, owner, deaths, p (zlib JSON rows), ex (RQ execution)"""
+        """hash: b, g, n, d (recorded), st, epoch, owner, deaths, p (zlib JSON rows), f (failed)"""
         return f"{Key.TAG}:s:{s}"
 
     @staticmethod
     def runnable(model_key: str) -> str:
-        """zset: batches of the model with ready shards, score = virtual time (rows leased)"""
+        """zset: batches of the model with ready shards, in the order of turns.lua"""
         return f"{Key.TAG}:rb:{model_key}"
 
     @staticmethod
     def ready(b: str) -> str:
-        """list: ready shards of a batch, in prefix order"""
-        return f"{Key.TAG}:rg:{b}"
+        """zset: groups with ready shards that no worker is at -> number of the first shard"""
+        return f"{Key.TAG}:rgn:{b}"
+
+    @staticmethod
+    def shared(b: str) -> str:
+        """zset: groups with ready shards that workers are at -> ready shards a worker"""
+        return f"{Key.TAG}:rgs:{b}"
+
+    @staticmethod
+    def group_of(b: str, group: str | None = None) -> str:
+        """list: ready shards of a group of a batch, in prefix order"""
+        return f"{Key.TAG}:rg:{b}" + ("" if group is None else f":{group}")
+
+    @staticmethod
+    def suspects(b: str) -> str:
+        """list: ready shards on which an engine may have died"""
+        return f"{Key.TAG}:sus:{b}"
+
+    @staticmethod
+    def owners(b: str) -> str:
+        """hash: "group|worker" -> shards held, "group" -> workers at it"""
+        return f"{Key.TAG}:own:{b}"
 
     @staticmethod
     def shards(b: str) -> str:
@@ -348,6 +396,16 @@ class Key:
         return f"{Key.TAG}:res:{b}"
 
     @staticmethod
+    def failed(b: str) -> str:
+        """hash: row that failed -> error code"""
+        return f"{Key.TAG}:rf:{b}"
+
+    @staticmethod
+    def attempts(b: str) -> str:
+        """hash: row that is tried again -> attempts that failed"""
+        return f"{Key.TAG}:ra:{b}"
+
+    @staticmethod
     def worker_leases(worker: str) -> str:
         """set: shards the worker holds"""
         return f"{Key.TAG}:wl:{worker}"
@@ -356,3 +414,18 @@ class Key:
     def worker(worker: str) -> str:
         """string with TTL: WorkerInfo JSON"""
         return f"{Key.TAG}:w:{worker}"
+
+    @staticmethod
+    def drain(worker: str) -> str:
+        """string with TTL: the worker is to end, with so many seconds of grace ("inf": any)"""
+        return f"{Key.TAG}:drain:{worker}"
+
+    @staticmethod
+    def hot(group: str) -> str:
+        """string with TTL: the worker that leased shards of the group last"""
+        return f"{Key.TAG}:hot:{group}"
+
+    @staticmethod
+    def hungry(model_key: str) -> str:
+        """string with TTL: a worker that found nothing to do just now"""
+        return f"{Key.TAG}:hungry:{model_key}"

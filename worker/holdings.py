@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import JobSpec, Lease, RowResult
-from dflash_batch.worker.queue import CRASH
+from dflash_batch.worker.scripts import CRASH
 
 
 class Care(IntEnum):

@@ -1,6 +1,6 @@
 """RQ's view of the queue: one RQ job per shard, so that `rq info`, suspend and shutdown work.
 
-The view never decides anything: queue.lua owns the truth, and `repair` makes the view follow it
+The view never decides anything: the scripts own the truth, and `repair` makes the view follow it
 after a crash between the two. Nothing outside this file and service.py knows RQ. Import RQ's names
 from here: its key prefix must be in the environment before its first import.
 """
@@ -161,15 +161,22 @@ class Mirror:
             as_text(member)  # type: ignore[arg-type]  # redis-py leaves open what a member is
             for member in self._client.zrange(started.key, 0, -1)
         ]
+        registries = [ExecutionRegistry(s, connection=self._client) for s in shard_ids]
+        with self._client.pipeline(transaction=False) as pipe:
+            for registry in registries:
+                pipe.zrange(registry.key, 0, -1)
+            held = pipe.execute()
         with self._client.pipeline(transaction=False) as pipe:
             for member in members:
                 if started.parse_job_id(member) in gone:
                     pipe.zrem(started.key, member)
-            for shard_id in shard_ids:
+            for shard_id, registry, executions in zip(shard_ids, registries, held, strict=True):
+                for execution in executions:  # of a holder that died
+                    found = Execution(as_text(execution), shard_id, connection=self._client)
+                    pipe.delete(found.key)
                 self.queue.remove(shard_id, pipeline=pipe)
                 self.queue.finished_job_registry.remove(shard_id, pipeline=pipe)
-                executions = ExecutionRegistry(shard_id, connection=self._client)
-                pipe.delete(Job.key_for(shard_id), Result.get_key(shard_id), executions.key)
+                pipe.delete(Job.key_for(shard_id), Result.get_key(shard_id), registry.key)
             pipe.execute()
 
     @_observing("repair")

@@ -61,7 +61,7 @@ class RqFace(BaseWorker):
         raise NotImplementedError("rows run in the engine, not job by job")
 
     def clean_registries(self) -> None:
-        """Nothing: leases run out in queue.lua, and RQ's clean-up would call shards abandoned."""
+        """Nothing: leases run out in lease.lua, and RQ's clean-up would call shards abandoned."""
 
     def get_heartbeat_ttl(self, job: Any, working_time: float = 0.0) -> int:
         """Long, so that nobody who looks at RQ's registries judges our shards."""

@@ -2,7 +2,7 @@
 
 The supervisor is an RQ worker to the outside (`rq info`, `rq suspend`, shutdown command). It never
 forks and never imports mlx: rows run in the engine process, which the keeper minds. Who owns a
-shard is decided by queue.lua alone.
+shard is decided by the scripts alone.
 """
 
 from __future__ import annotations
