@@ -212,6 +212,10 @@ class Decoder:
         """Rows waiting, and rows decoding."""
         return Load(len(self._admission), self._live)
 
+    def unstarted(self) -> list[int]:
+        """Uids of the rows that wait for a place, in their order."""
+        return [row.request.uid for row in self._waiting]
+
     def step(self) -> list[Completion]:
         """Admit what fits, run one cycle, and return the rows that ended."""
         over = self._admit()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
-from queue_tools import LocalServer
+from queue_tools import LocalServer, Start, WorkerProcess
 
 from dflash_batch.worker.queue import Queue, connect
 
@@ -39,3 +39,19 @@ def redis_client(valkey_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 def queue(redis_client: redis.Redis) -> Queue:
     return Queue(redis_client)
+
+
+@pytest.fixture
+def start(valkey_url: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts workers; they and their engines are ended with the test."""
+    workers: list[WorkerProcess] = []
+
+    def start_one(*engine_options: str, **settings: object) -> WorkerProcess:
+        log = tmp_path / f"worker-{len(workers)}.log"
+        worker = WorkerProcess(valkey_url, *engine_options, log=log, **settings)
+        workers.append(worker)
+        return worker
+
+    yield start_one
+    for worker in workers:
+        worker.kill()

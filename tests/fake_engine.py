@@ -62,6 +62,10 @@ class FakeDecoder:
     def encode_text(self, text: str) -> list[int]:
         if "explode" in text:
             raise KeyError("a fault of the tokenizer")
+        if "tight" in text and not (self._options.once and Path(self._options.once).exists()):
+            if self._options.once:
+                Path(self._options.once).touch()
+            raise PromptError("no room just now", code="out_of_memory")
         return list(text.encode())
 
     def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
@@ -81,6 +85,9 @@ class FakeDecoder:
 
     def load(self) -> Load:
         return Load(len(self._waiting), len(self._active))
+
+    def unstarted(self) -> list[int]:
+        return [request.uid for request in self._waiting]
 
     def step(self) -> list[Completion]:
         while self._waiting and len(self._active) < self._width:

@@ -124,6 +124,10 @@ class WorkerProcess:
         return int(line.split("pid=")[1].split()[0])
 
 
+Start = Callable[..., WorkerProcess]
+"""A fixture: starts a worker with options of the fake engine and settings by name."""
+
+
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
     """Wait for a condition; fail when it does not come true."""
     deadline = time.monotonic() + timeout_s

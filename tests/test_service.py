@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import pytest
 from queue_tools import (
     MODEL,
     LocalServer,
+    Start,
     WorkerProcess,
     all_results,
     assert_settled,
@@ -35,24 +36,6 @@ from dflash_batch.worker.settings import WorkerSettings
 # after mirror: it sets RQ's key prefix
 from rq.command import send_shutdown_command  # isort: skip
 from rq.suspension import resume, suspend  # isort: skip
-
-Start = Callable[..., WorkerProcess]
-
-
-@pytest.fixture
-def start(valkey_url: str, tmp_path: Path) -> Iterator[Start]:
-    """Starts workers; they and their engines are ended with the test."""
-    workers: list[WorkerProcess] = []
-
-    def start_one(*engine_options: str, **settings: object) -> WorkerProcess:
-        log = tmp_path / f"worker-{len(workers)}.log"
-        worker = WorkerProcess(valkey_url, *engine_options, log=log, **settings)
-        workers.append(worker)
-        return worker
-
-    yield start_one
-    for worker in workers:
-        worker.kill()
 
 
 def answered(queue: Queue, count: int) -> Callable[[], bool]:

@@ -52,6 +52,10 @@ class ErrorCode(StrEnum):
     BATCH_CANCELLED = "batch_cancelled"
 
 
+PASSING = frozenset({ErrorCode.OUT_OF_MEMORY.value})
+"""Codes of failures that may pass: such a row is tried again after a pause."""
+
+
 class Record(BaseModel):
     """A frozen record we write and read ourselves; fields of a newer version are ignored."""
 

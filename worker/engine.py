@@ -24,6 +24,7 @@ from dflash_batch.worker import rows
 from dflash_batch.worker.contract import ErrorCode, JobSpec, RowResult
 from dflash_batch.worker.pipe import (
     Admit,
+    AskBack,
     Beat,
     Bye,
     Command,
@@ -34,6 +35,7 @@ from dflash_batch.worker.pipe import (
     Loading,
     PipeClosed,
     Ready,
+    Returned,
     RowDone,
     Stop,
 )
@@ -51,6 +53,7 @@ class DecoderLike(rows.Encoder, Protocol):
     def cancel(self, uid: int) -> None: ...
     def step(self) -> list[Completion]: ...
     def load(self) -> Fill: ...
+    def unstarted(self) -> list[int]: ...
     def close(self) -> None: ...
 
 
@@ -145,6 +148,8 @@ class _Service:
                     self._admit(command, row, since)
             case Drop():
                 self._drop(command.shard_id)
+            case AskBack():
+                self._hand_back()
             case Stop():
                 self._stopping = True
 
@@ -152,7 +157,7 @@ class _Service:
         where = rows.Circumstances(
             info=self._decoder.info,
             worker=self._worker,
-            attempts=command.epoch,
+            attempts=command.epoch + command.tried.get(row.index, 0),
             created=int(time.time()),
             waited_ms=(time.perf_counter() - since) * 1000,
         )
@@ -180,6 +185,24 @@ class _Service:
         for uid in [uid for uid, (row, _) in self._rows.items() if row.shard_id == shard_id]:
             self._decoder.cancel(uid)
             del self._rows[uid]
+
+    def _hand_back(self) -> None:
+        """Half of the rows of which no choice is started, the last of them."""
+        unstarted = set(self._decoder.unstarted())
+        uids: dict[int, list[int]] = {}  # by row, in the order of admission
+        for uid, (row, _) in self._rows.items():
+            uids.setdefault(id(row), []).append(uid)
+        idle = [own for own in uids.values() if unstarted.issuperset(own)]
+        returned: dict[tuple[str, int], list[int]] = {}
+        for own in idle[len(idle) // 2 :]:
+            row, _ = self._rows[own[0]]
+            if len(own) == len(row.prompts):  # no choice has ended
+                returned.setdefault((row.shard_id, row.epoch), []).append(row.spec.index)
+                for uid in own:
+                    self._decoder.cancel(uid)
+                    del self._rows[uid]
+        for (shard_id, epoch), indices in returned.items():
+            self._pipe.send(Returned(shard_id=shard_id, epoch=epoch, rows=indices))
 
     def _end_choice(self, completion: Completion) -> None:
         entry = self._rows.pop(completion.uid, None)

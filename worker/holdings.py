@@ -1,19 +1,20 @@
 """What a worker holds: leased shards, which of their rows are where, and records not yet committed.
 
 Plain state, no Redis and no engine. A row of a held shard is waiting (not in the engine yet),
-running, or finished (its record waits for the commit).
+running, finished (its record waits for the commit), or about to leave for a shard of its own:
+returned by the engine unstarted, or to be tried again.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from dflash_batch.worker import rows
-from dflash_batch.worker.contract import JobSpec, Lease, RowResult
+from dflash_batch.worker.contract import PASSING, JobSpec, Lease, RowResult
 from dflash_batch.worker.scripts import CRASH
 
 
@@ -50,19 +51,27 @@ class Held:
     waiting: deque[JobSpec]
     running: set[int] = field(default_factory=set)  # row indices
     finished: list[RowResult] = field(default_factory=list)
+    returned: list[JobSpec] = field(default_factory=list)  # by the engine, unstarted
+    again: list[RowResult] = field(default_factory=list)  # failures that may pass
+    over: bool = False  # nothing is left to do in it
     leaving: bool = False  # to be given back once `finished` is committed
     crashed: bool = False  # … with blame: an engine died on it
 
     @property
     def open_rows(self) -> int:
         """Rows without a record."""
-        return len(self.waiting) + len(self.running)
+        return len(self.waiting) + len(self.running) + len(self.returned) + len(self.again)
+
+
+HOT_GROUPS = 16
+"""Most groups whose prefixes are taken to be in the engine's cache."""
 
 
 class Holdings:
     """All shards a worker holds."""
 
     def __init__(self) -> None:
+        self.hot: list[str] = []  # groups leased lately, the last one first
         self._held: dict[str, Held] = {}
         self._oldest: float | None = None  # monotonic time of the oldest record not committed
 
@@ -105,9 +114,12 @@ class Holdings:
         waiting = deque(row for row in lease.shard.rows if row.index in pending)
         held = Held(lease, Care.of(lease), waiting)
         self._held[lease.shard.id] = held
+        if group := lease.shard.group:
+            others = [other for other in self.hot if other != group]
+            self.hot = [group, *others[: HOT_GROUPS - 1]]
         if held.care is Care.CONDEMNED and waiting:
             row = waiting.popleft()
-            self._finish(held, rows.poison(row, lease.owner, lease.max_attempts))
+            self.finish(held, rows.poison(row, lease.owner, lease.max_attempts))
         return held
 
     def to_admit(self) -> list[tuple[Lease, list[JobSpec]]]:
@@ -133,8 +145,20 @@ class Holdings:
         if held is None or held.lease.epoch != epoch or result.index not in held.running:
             return False
         held.running.discard(result.index)
-        self._finish(held, result)
+        if result.code in PASSING:
+            held.again.append(result)
+        else:
+            self.finish(held, result)
         return True
+
+    def hand_back(self, shard_id: str, epoch: int, indices: Iterable[int]) -> None:
+        """The engine has returned rows it had not started."""
+        held = self._held.get(shard_id)
+        if held is None or held.lease.epoch != epoch:
+            return
+        returned = held.running.intersection(indices)
+        held.running -= returned
+        held.returned += [row for row in held.lease.shard.rows if row.index in returned]
 
     def committed(self, held: Held) -> None:
         """The finished rows of the shard are in the queue."""
@@ -144,6 +168,7 @@ class Holdings:
 
     def engine_died(self, *, blame: bool) -> None:
         """Nothing runs any more. Shards with rows in the engine leave, with or without blame."""
+        self.hot = []
         for held in self._held.values():
             if held.open_rows:
                 held.leaving = True
@@ -161,7 +186,8 @@ class Holdings:
             self._oldest = None
         return held
 
-    def _finish(self, held: Held, result: RowResult) -> None:
+    def finish(self, held: Held, result: RowResult) -> None:
+        """The record of a row is to be committed."""
         held.finished.append(result)
         if self._oldest is None:
             self._oldest = time.monotonic()

@@ -17,6 +17,7 @@ from dflash_batch.worker.contract import ErrorCode, JobSpec, Lease, ModelRef
 from dflash_batch.worker.log import say, warn
 from dflash_batch.worker.pipe import (
     Admit,
+    AskBack,
     Beat,
     Command,
     Drop,
@@ -73,10 +74,16 @@ class Keeper:
             self._start_at = 0.0
 
     def admit(self, lease: Lease, rows: Sequence[JobSpec]) -> None:
-        self._send(Admit(shard_id=lease.shard.id, epoch=lease.epoch, rows=list(rows)))
+        self._send(
+            Admit(shard_id=lease.shard.id, epoch=lease.epoch, rows=list(rows), tried=lease.tried)
+        )
 
     def drop(self, shard_id: str) -> None:
         self._send(Drop(shard_id=shard_id))
+
+    def ask_back(self) -> None:
+        """Ask for half of what the engine has not started; `Returned` tells which rows."""
+        self._send(AskBack())
 
     def listen(self, timeout_s: float, *, busy: bool) -> list[Report | Died]:
         """What the engine has said since; waits for it up to `timeout_s`.

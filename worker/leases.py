@@ -6,6 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from dflash_batch.worker.contract import (
     SCHEMA,
     ErrorCode,
@@ -51,6 +53,13 @@ class Parted(NamedTuple):
     gone: bool  # False: no attempt is left, all stays as it was
     shard_done: bool  # nothing was left to do in it
     pause_s: float = 0.0  # before a row is tried again
+
+
+class Heard(NamedTuple):
+    """What others want of a worker."""
+
+    drain_s: float | None  # end within so many seconds (may be infinite); None: stay
+    hungry: bool  # a worker of the same model has nothing to do
 
 
 class WorkerSide(Side):
@@ -189,17 +198,15 @@ class WorkerSide(Side):
 
     # --- workers and what there is for them --------------------------------------------------
 
-    def announce(self, info: WorkerInfo, ttl_s: int) -> float | None:
-        """Let others see the worker for `ttl_s` seconds.
-
-        Returns the grace in seconds (maybe infinite) when somebody wants it to drain, else None.
-        """
+    def announce(self, info: WorkerInfo, ttl_s: int) -> Heard:
+        """Let others see the worker for `ttl_s` seconds, and hear what they want of it."""
         with self.client.pipeline() as pipe:
             pipe.set(Key.worker(info.name), info.dump(), ex=ttl_s)
             pipe.sadd(Key.WORKERS, info.name)
             pipe.get(Key.drain(info.name))
-            grace = pipe.execute()[-1]
-        return None if grace is None else float(grace)
+            pipe.exists(Key.hungry(info.model_key))
+            _, _, grace, hungry = pipe.execute()
+        return Heard(None if grace is None else float(grace), bool(hungry))
 
     def retire(self, name: str) -> None:
         """The worker is gone for good."""
@@ -242,11 +249,10 @@ class WorkerSide(Side):
             for key in models:
                 pipe.exists(Key.runnable(key))
             runnable = pipe.execute()
-        return [
-            ModelRef.parse(model)
-            for model, any_ready in zip(models.values(), runnable, strict=True)
-            if any_ready
-        ]
+        ready = [key for key, any_ready in zip(models, runnable, strict=True) if any_ready]
+        known = [_model(models[key]) for key in ready]
+        # a key of another schema is not ours to load: we could not lease its shards
+        return [m for key, m in zip(ready, known, strict=True) if m is not None and m.key == key]
 
     def shard_states(self, shard_ids: Sequence[str]) -> dict[str, str | None]:
         """Shard id -> a state of states.SHARD, or None when it is unknown."""
@@ -299,6 +305,14 @@ class WorkerSide(Side):
         return {row: int(count) for row, count in zip(rows, counts, strict=True) if count}
 
 
+def _model(data: bytes) -> ModelRef | None:
+    """None for what a newer version wrote and we cannot read."""
+    try:
+        return ModelRef.parse(data)
+    except ValidationError:
+        return None
+
+
 def _why(result: RowResult) -> str:
     """The error code of a row that failed, "" of one that did not."""
     return "" if result.ok else result.code or ErrorCode.INTERNAL_ERROR.value
@@ -309,7 +323,7 @@ def _parted(lease: Lease, rows: Sequence[JobSpec]) -> tuple[Shard, Lease]:
     leaving = {row.index for row in rows}
     shard = lease.shard
     new = shard.model_copy(
-        update={"id": f"{shard.id}~{lease.epoch}.{rows[0].index}", "rows": list(rows)}
+        update={"id": f"{shard.id}_{lease.epoch}_{rows[0].index}", "rows": list(rows)}
     )
     stay = [row for row in shard.rows if row.index not in leaving]
     rest = lease.model_copy(

@@ -40,6 +40,7 @@ class Admit(Record):
     shard_id: str
     epoch: int
     rows: list[JobSpec]
+    tried: dict[int, int] = Field(default_factory=dict)  # row index -> attempts that failed
 
 
 class Drop(Record):
@@ -47,6 +48,12 @@ class Drop(Record):
 
     kind: Literal["drop"] = "drop"
     shard_id: str
+
+
+class AskBack(Record):
+    """Hand back half of the rows that are not started, the last ones: others are idle."""
+
+    kind: Literal["ask_back"] = "ask_back"
 
 
 class Stop(Record):
@@ -92,6 +99,15 @@ class RowDone(Record):
     result: RowResult
 
 
+class Returned(Record):
+    """Rows that were not started and are not in the engine any more."""
+
+    kind: Literal["returned"] = "returned"
+    shard_id: str
+    epoch: int
+    rows: list[int]  # indices
+
+
 class Beat(Record):
     """At least once a second. `steps` stands still when the decoder does."""
 
@@ -108,8 +124,8 @@ class Bye(Record):
     kind: Literal["bye"] = "bye"
 
 
-Command = Load | Admit | Drop | Stop
-Report = Loading | Ready | Failed | RowDone | Beat | Bye
+Command = Load | Admit | Drop | AskBack | Stop
+Report = Loading | Ready | Failed | RowDone | Returned | Beat | Bye
 
 _command: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
 _report: TypeAdapter[Report] = TypeAdapter(Annotated[Report, Field(discriminator="kind")])

@@ -33,7 +33,7 @@ __all__ = [
     "is_outage",
 ]
 
-_SOCKET_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 class QueueUnreachable(UserError):
@@ -42,19 +42,19 @@ class QueueUnreachable(UserError):
     code: ClassVar[str] = "queue_unreachable"
 
 
-def connect(url: str, *, retries: int = 3) -> redis.Redis:
+def connect(url: str, *, retries: int = 3, timeout_s: float = _TIMEOUT_S) -> redis.Redis:
     """A client for `url` (unix://, redis://, rediss://) that has answered once.
 
-    Raises QueueUnreachable. A call on it that fails is tried again up to `retries` times, within
-    a few seconds.
+    Raises QueueUnreachable. A call on it that fails, or that is not answered within `timeout_s`, is
+    tried again up to `retries` times, within a few seconds.
     """
     try:
         client = redis.Redis.from_url(
             url,
             protocol=2,
             decode_responses=False,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
             health_check_interval=15,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries),
         )

@@ -27,7 +27,8 @@ from dflash_batch.worker.holdings import Care, Held, Holdings
 from dflash_batch.worker.keeper import PARKED_S, Died, Keeper
 from dflash_batch.worker.link import Link
 from dflash_batch.worker.log import say, warn
-from dflash_batch.worker.pipe import Beat, Loading, Ready, RowDone
+from dflash_batch.worker.parting import ASK_S, Parting
+from dflash_batch.worker.pipe import Beat, Loading, Ready, Returned, RowDone
 from dflash_batch.worker.queue import COMMIT_ROWS, Queue
 from dflash_batch.worker.rq_face import RqFace
 from dflash_batch.worker.settings import WorkerSettings
@@ -63,6 +64,7 @@ class Supervisor(RqFace):
         self._queue = queue
         self._keeper = Keeper(settings, name)
         self._holdings = Holdings()
+        self._parting = Parting(queue, self._keeper, self._holdings)
         self._link = Link()
         self._citizen = citizen or Citizen()
         self._verdict = Verdict()
@@ -76,6 +78,7 @@ class Supervisor(RqFace):
         )
         self._exit: int | None = None
         self._stop_at: float | None = None  # drain until then, then release
+        self._drain_s: float | None = None  # what `drain` asked for last
         self._signalled: float | None = None
         self._suspended = False
         self._beaten = 0.0
@@ -105,6 +108,7 @@ class Supervisor(RqFace):
                 self._look_around()
                 self._beat()
                 self._commit()
+                self._part()
                 self._give_back()
                 self._lease()
         self._admit()
@@ -118,6 +122,9 @@ class Supervisor(RqFace):
                 case RowDone(shard_id=shard_id, epoch=epoch, result=result):
                     if self._holdings.record(shard_id, epoch, result):
                         self._rows_done += 1
+                case Returned(shard_id=shard_id, epoch=epoch, rows=rows):
+                    self._holdings.hand_back(shard_id, epoch, rows)
+                    self._next_lease = time.monotonic() + ASK_S  # or we would take them again
                 case Loading(phase=phase, share=share):
                     self._notice("loading", phase=phase, share=share)
                 case Ready():
@@ -152,14 +159,27 @@ class Supervisor(RqFace):
         if not _due(self._next_look):
             return
         self._next_look = time.monotonic() + _LOOK_S
-        self._queue.announce(self._portrait(), int(self._settings.lease_ttl_s) + 15)
+        heard = self._queue.announce(self._portrait(), int(self._settings.lease_ttl_s) + 15)
+        if heard.hungry:
+            self._parting.feed()
+        if heard.drain_s not in (None, self._drain_s):
+            self._drain_s = heard.drain_s
+            self._stop_at = time.monotonic() + heard.drain_s
+            say("draining", grace_s=heard.drain_s)
         suspended = self.hear_rq()
         if suspended != self._suspended:
             say("suspended" if suspended else "resumed")
         self._suspended = suspended
-        if self._queue.mirror and _due(self._next_repair):
+        if _due(self._next_repair):
             self._next_repair = time.monotonic() + _REPAIR_S
+            self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        if self._queue.mirror:
             self._queue.mirror.repair(self._queue.shard_states)
+        for batch_id in self._queue.sweep():
+            warn("upload_abandoned", batch=batch_id)
+            self._queue.forget(batch_id)
 
     def _beat(self) -> None:
         """Renew the leases; always before the first commit after an outage."""
@@ -196,12 +216,25 @@ class Supervisor(RqFace):
             self._next_beat = 0.0  # the beat tells whether it is lost, or comes back to us
             return
         self._holdings.committed(held)
+        if committed.hungry:
+            self._parting.feed()
         if committed.shard_done:
-            self._holdings.let_go(shard_id)
-            if self._queue.mirror:
-                self._queue.mirror.finish(self, shard_id)
+            self._end_shard(shard_id)
         if committed.batch_done:
             say("batch_done", batch=held.lease.shard.batch_id)
+
+    def _part(self) -> None:
+        """Rows that are to leave their shard get one of their own."""
+        ended, lost = self._parting.settle()
+        for shard_id in ended:
+            self._end_shard(shard_id)
+        if lost:
+            self._next_beat = 0.0
+
+    def _end_shard(self, shard_id: str) -> None:
+        self._holdings.let_go(shard_id)
+        if self._queue.mirror:
+            self._queue.mirror.finish(self, shard_id)
 
     def _give_back(self) -> None:
         for held in self._holdings:
@@ -287,6 +320,7 @@ class Supervisor(RqFace):
             self._settings.lease_ttl_ms,
             -(-short // SHARD_ROWS),
             batch_id=self._settings.batch_id or "",
+            hot=self._holdings.hot,
         )
 
     def _take(self, lease: Lease) -> None:
@@ -372,6 +406,7 @@ class Supervisor(RqFace):
                 "rows_done": self._rows_done,
                 "active": self._keeper.load.active,
                 "tokens_per_s": self._speed.tokens_per_s,
+                "hot": self._holdings.hot,
                 "note": self.note,
                 "resting": self._verdict.reason,
             }

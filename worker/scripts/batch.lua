@@ -111,6 +111,7 @@ function operation.acknowledge()
   if redis.call('EXISTS', K.batch .. batch) == 0 then
     return 0 -- forgotten meanwhile; writing would bring a piece of it back
   end
+  -- first: a server whose memory is full takes this, and nothing that may grow
   redis.call('XTRIM', K.results .. batch, 'MINID', keep)
   local function parts(text)
     local time, number = string.match(text, '(%d+)%-(%d+)')
@@ -119,7 +120,7 @@ function operation.acknowledge()
   local time, number = parts(id)
   local before, count = parts(redis.call('HGET', K.batch .. batch, 'exported') or '0-0')
   if time > before or (time == before and number > count) then
-    redis.call('HSET', K.batch .. batch, 'exported', id)
+    redis.pcall('HSET', K.batch .. batch, 'exported', id)
   end
   return 1
 end
