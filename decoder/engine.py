@@ -214,7 +214,7 @@ class Decoder:
 
     def unstarted(self) -> list[int]:
         """Uids of the rows that wait for a place, in their order."""
-        return [row.request.uid for row in self._waiting]
+        return [row.request.uid for row in self._admission.waiting]
 
     def step(self) -> list[Completion]:
         """Admit what fits, run one cycle, and return the rows that ended."""

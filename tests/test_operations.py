@@ -34,7 +34,6 @@ def test_an_idle_worker_gets_rows_that_another_has_not_started(queue: Queue, sta
     status = queue.status("batch_a")
     assert status is not None
     assert status.shards > 1
-    until()
     assert_settled(queue)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from dflash_batch.worker import rows
-from dflash_batch.worker.contract import PASSING, JobSpec, Lease, RowResult
+from dflash_batch.worker.contract import JobSpec, Lease, RowResult
 from dflash_batch.worker.scripts import CRASH
 
 
@@ -68,9 +68,10 @@ HOT_GROUPS = 16
 
 
 class Holdings:
-    """All shards a worker holds."""
+    """All shards a worker holds. A row that fails with a code of `passing` is tried again later."""
 
-    def __init__(self) -> None:
+    def __init__(self, passing: Collection[str] = ()) -> None:
+        self._passing = passing
         self.hot: list[str] = []  # groups leased lately, the last one first
         self._held: dict[str, Held] = {}
         self._oldest: float | None = None  # monotonic time of the oldest record not committed
@@ -145,7 +146,7 @@ class Holdings:
         if held is None or held.lease.epoch != epoch or result.index not in held.running:
             return False
         held.running.discard(result.index)
-        if result.code in PASSING:
+        if result.code in self._passing:
             held.again.append(result)
         else:
             self.finish(held, result)

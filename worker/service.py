@@ -22,7 +22,7 @@ from uuid import uuid4
 import redis
 
 from dflash_batch.worker.citizen import Citizen, Verdict
-from dflash_batch.worker.contract import SHARD_ROWS, Lease, WorkerInfo
+from dflash_batch.worker.contract import PASSING, SHARD_ROWS, Lease, WorkerInfo
 from dflash_batch.worker.holdings import Care, Held, Holdings
 from dflash_batch.worker.keeper import PARKED_S, Died, Keeper
 from dflash_batch.worker.link import Link
@@ -63,7 +63,8 @@ class Supervisor(RqFace):
         self._settings = settings
         self._queue = queue
         self._keeper = Keeper(settings, name)
-        self._holdings = Holdings()
+        # what has no room here may have room elsewhere; a private batch has no elsewhere
+        self._holdings = Holdings(PASSING if settings.batch_id is None else ())
         self._parting = Parting(queue, self._keeper, self._holdings)
         self._link = Link()
         self._citizen = citizen or Citizen()
