@@ -23,10 +23,21 @@ VERBS = {
     "worker": "Work on queued batches until stopped.",
     "status": "Show workers and batches, or one batch.",
     "results": "Write the results of a queued batch.",
+    "ls": "List the batches of the queue.",
+    "pause": "Give out no more rows of a batch, or of any.",
+    "resume": "Go on with what is paused.",
+    "cancel": "End a batch; what is done stays.",
+    "retry": "Queue the failed rows of a batch once more.",
+    "priority": "Say which batch goes first.",
+    "drain": "Have workers finish what they hold, and end.",
+    "rm": "Remove batches and their results from the queue.",
     "bench": "Measure what decoding costs here, for --spec auto.",
     "doctor": "Look whether everything that is needed works here.",
     "version": "Print the versions of what is installed.",
 }
+
+_TOGETHER = dict.fromkeys(("pause", "resume", "cancel", "priority", "drain"), "steer")
+"""Verbs that share a module; the others have one of their own, with a `command`."""
 
 WELCOME = """\
 dflash-batch runs files of prompts through a language model, fast, and loses none.
@@ -47,7 +58,8 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"dflash_batch.cli.{cmd_name}").command
+        module = importlib.import_module(f"dflash_batch.cli.{_TOGETHER.get(cmd_name, cmd_name)}")
+        command = getattr(module, cmd_name if cmd_name in _TOGETHER else "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import redis
 
 from dflash_batch.cli.common import Common
-from dflash_batch.worker.contract import BatchStatus
+from dflash_batch.worker.contract import BatchStatus, WorkerInfo
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.home import home_dir
 from dflash_batch.worker.queue import Queue, connect
@@ -23,6 +23,12 @@ class BatchNotFound(UserError):
     """Raised when a name fits no batch of the queue, or several."""
 
     code = "batch_not_found"
+
+
+class WorkerNotFound(UserError):
+    """Raised when a name fits no worker of the queue, or several."""
+
+    code = "worker_not_found"
 
 
 class QueueFailed(UserError):
@@ -63,3 +69,15 @@ def find_batch(queue: Queue, name: str) -> BatchStatus:
         f"no batch {name} in this queue; dflash-batch status lists them. What `run` has finished "
         "is in its output file"
     )
+
+
+def find_worker(workers: Sequence[WorkerInfo], name: str) -> WorkerInfo:
+    """A worker by its name or the beginning of it. Raises WorkerNotFound."""
+    found = [info for info in workers if info.name.startswith(name)]
+    exact = [info for info in found if info.name == name]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    if found:
+        names = ", ".join(info.name for info in found[:5])
+        raise WorkerNotFound(f"{name} fits several workers: {names}")
+    raise WorkerNotFound(f"no worker {name} is up; dflash-batch worker ls lists them")

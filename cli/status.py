@@ -38,14 +38,17 @@ def command(common: Common, batch: str | None, as_json: bool) -> None:
             for line in _one_batch(status):
                 click.echo(line)
             return
-        workers, batches = queue.workers(), queue.batches()
+        workers, batches, paused = queue.workers(), queue.batches(), queue.paused
     if as_json:
         report = {
+            "queue_paused": paused,
             "workers": [worker.model_dump(mode="json") for worker in workers],
             "batches": [batch_report(status) for status in batches],
         }
         click.echo(json.dumps(report, ensure_ascii=False))
         return
+    if paused:
+        click.echo("queue    paused: no worker is given anything until dflash-batch resume --queue")
     for line in _overview(workers, batches):
         click.echo(line)
 
@@ -64,6 +67,8 @@ def batch_report(status: BatchStatus) -> dict[str, Any]:
         "failed": status.failed,
         "shards": status.shards,
         "shards_leased": status.leased,
+        "priority": status.priority,
+        "weight": status.weight,
         "created": status.batch.created,
         "sealed": status.sealed,
         "started": status.started,
@@ -74,21 +79,33 @@ def batch_report(status: BatchStatus) -> dict[str, Any]:
 def _overview(workers: list[WorkerInfo], batches: list[BatchStatus]) -> Iterator[str]:
     yield f"workers  {len(workers)} up" if workers else "workers  none"
     for worker in workers:
-        # a name is "<host>-<uuid>": a few digits tell two of one host apart
-        name = f"{worker.host}-{worker.name.removeprefix(worker.host + '-')[:6]}"
-        model = worker.model.target if worker.model else "any model"
-        state = "resting" if worker.resting else worker.state
-        said = worker.resting or worker.note
-        note = f"   {said}" if said else ""
-        yield printable(
-            f"  {name:<24} {state:<9} {model}   rows {worker.rows_done:,}   "
-            f"active {worker.active}   {worker.tokens_per_s:,.0f} tok/s{note}"
-        )
+        yield "  " + worker_line(worker)
     yield f"batches  {len(batches)}" if batches else "batches  none"
     for status in batches:
-        yield printable(
-            f"  {status.batch.id}   {status.state.value:<9} {_counts(status)}   {status.batch.name}"
-        )
+        yield "  " + batch_line(status)
+
+
+def worker_line(worker: WorkerInfo) -> str:
+    """A worker on one line, for people."""
+    # a name is "<host>-<uuid>": a few digits tell two of one host apart
+    name = f"{worker.host}-{worker.name.removeprefix(worker.host + '-')[:6]}"
+    model = worker.model.target if worker.model else "any model"
+    state = "resting" if worker.resting else worker.state
+    said = worker.resting or worker.note
+    note = f"   {said}" if said else ""
+    return printable(
+        f"{name:<24} {state:<9} {model}   rows {worker.rows_done:,}   "
+        f"active {worker.active}   {worker.tokens_per_s:,.0f} tok/s{note}"
+    )
+
+
+def batch_line(status: BatchStatus) -> str:
+    """A batch on one line, for people."""
+    first = f"   priority {status.priority}" if status.priority else ""
+    return printable(
+        f"{status.batch.id}   {status.state.value:<9} {_counts(status)}{first}   "
+        f"{status.batch.name}"
+    )
 
 
 def _one_batch(status: BatchStatus) -> Iterator[str]:
@@ -98,6 +115,7 @@ def _one_batch(status: BatchStatus) -> Iterator[str]:
     draft = f" · block {model.block}" if model.block else ""
     yield printable(f"  model    {model.target} · draft {model.draft}{draft} · {model.dtype}")
     yield f"  shards   {status.shards:,}, {status.leased:,} in workers' hands"
+    yield f"  turn     priority {status.priority} · weight {status.weight:g}"
     yield f"  times    {_times(status)}"
 
 

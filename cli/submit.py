@@ -13,6 +13,7 @@ from dflash_batch.cli.models import draft_options, model_option, model_ref, name
 from dflash_batch.cli.queueing import open_queue
 from dflash_batch.cli.run import check_intake
 from dflash_batch.cli.screen import open_screen
+from dflash_batch.worker.contract import TOP_PRIORITY
 from dflash_batch.worker.prefix import plan
 from dflash_batch.worker.server import given_url
 from dflash_batch.worker.submit import batch_id_for, submit
@@ -30,6 +31,14 @@ from dflash_batch.worker.submit import batch_id_for, submit
     help="What to do about bad lines: queue nothing, or leave them out.",
 )
 @click.option(
+    "--priority",
+    type=click.IntRange(-TOP_PRIORITY, TOP_PRIORITY),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="-10 to 10; a higher one goes first.",
+)
+@click.option(
     "--new", is_flag=True, help="Queue it again, though the same batch was queued before."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of the id.")
@@ -45,6 +54,7 @@ def command(
     block: int | None,
     dtype: str,
     on_invalid: str,
+    priority: int,
     new: bool,
     as_json: bool,
 ) -> None:
@@ -73,6 +83,7 @@ def command(
             name=intake.name,
             progress=lambda done, total: screen.on_phase("queueing", done / total),
             planned=planned,
+            priority=priority,
         )
         workers = queue.workers()
     if not common.quiet:

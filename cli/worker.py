@@ -14,6 +14,8 @@ from dflash_batch.cli.models import (
     model_ref,
     spec_option,
 )
+from dflash_batch.cli.queueing import open_queue
+from dflash_batch.cli.status import worker_line
 from dflash_batch.worker import main as worker_main
 from dflash_batch.worker.conditions import ALWAYS, conditions
 from dflash_batch.worker.contract import Spec
@@ -30,7 +32,7 @@ def _conditions(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-@click.command("worker")
+@click.group("worker", invoke_without_command=True)
 @click.option(
     "-m",
     "--model",
@@ -84,7 +86,7 @@ def command(
     launchd: str | None,
     burst: bool,
 ) -> None:
-    """Work on queued batches until stopped.
+    """Work on queued batches until stopped; or, with ls, list who does.
 
     Ctrl-C finishes the rows in hand and stops; a second Ctrl-C gives them back at once. Any number
     of workers may share a queue.
@@ -92,6 +94,8 @@ def command(
     \b
     Example: dflash-batch worker --redis redis://studio.local:6379
     """
+    if ctx.invoked_subcommand is not None:
+        return
     ref = model_ref(model, draft, block, dtype) if model else None
     home = home_dir(common.home)
     if launchd is not None:
@@ -114,3 +118,21 @@ def command(
     if code == exits.NOT_FOUND:
         talk("the model cannot be loaded; the reason is above")
     ctx.exit(code)
+
+
+@command.command("ls")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each worker.")
+@common_options
+@pass_common
+def list_workers(common: Common, as_json: bool) -> None:
+    """List the workers of the queue.
+
+    \b
+    Example: dflash-batch worker ls
+    """
+    with open_queue(common) as queue:
+        workers = queue.workers()
+    for worker in workers:
+        click.echo(worker.dump() if as_json else worker_line(worker))
+    if not workers and not as_json and not common.quiet:
+        talk("no worker is up; start one: dflash-batch worker")

@@ -53,7 +53,7 @@ class ErrorCode(StrEnum):
 
 
 PASSING = frozenset({ErrorCode.OUT_OF_MEMORY.value})
-"""Codes of failures that may pass, or not happen elsewhere: the row is tried again after a pause."""
+"""Codes of failures that may pass, or not happen elsewhere: the row is tried again later."""
 
 
 class Record(BaseModel):

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 from typing import Any
 
@@ -38,6 +38,33 @@ def batch_id_for(input_digest: str, model: ModelRef, salt: str = "") -> str:
     return "batch_" + base64.b32encode(digest).decode().lower()[:26]
 
 
+def retry(
+    queue: Queue, status: BatchStatus, codes: Collection[str] = (), *, salt: str = ""
+) -> BatchStatus | None:
+    """Queue the failed rows of a batch that is over as a batch of their own.
+
+    `codes`: only those that failed with one of these; all when empty. The same call gives the same
+    batch. None when there is no such row. Cancelled rows have not failed.
+    """
+    old = status.batch
+    failed = sorted(
+        (row for row, code in queue.failures(old.id) if not codes or code in codes),
+        key=lambda row: row.index,
+    )
+    if not failed:
+        return None
+    which = ",".join(str(row.index) for row in failed)
+    rows = [row.model_copy(update={"index": at}) for at, row in enumerate(failed)]
+    return submit(
+        queue,
+        rows,
+        old.model,
+        batch_id=batch_id_for(f"{old.id} {which}", old.model, salt),
+        name=old.name,
+        priority=status.priority,
+    )
+
+
 def submit(
     queue: Queue,
     rows: Sequence[JobSpec],
@@ -47,13 +74,16 @@ def submit(
     name: str,
     progress: Progress = lambda done, total: None,
     planned: Plan | None = None,
+    priority: int = 0,
 ) -> BatchStatus:
     """Put `rows` into the queue as batch `batch_id`, and seal it so that workers may take it.
 
     An upload that was interrupted is continued, a sealed batch is left as it is. `planned` saves
     planning again. Raises BatchLost.
     """
-    created = queue.create(Batch(id=batch_id, model=model, name=name, created=time.time()))
+    created = queue.create(
+        Batch(id=batch_id, model=model, name=name, created=time.time(), priority=priority)
+    )
     status = None if created else queue.status(batch_id)
     if status is not None and status.state is not BatchState.UPLOADING:
         return status
