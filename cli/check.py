@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -115,7 +115,7 @@ def _screen(
         yield f"  warning         {printable(warning)}"
 
 
-def _decoding(rows: list[JobSpec]) -> str:
+def _decoding(rows: Sequence[JobSpec]) -> str:
     sampled = sum(row.temperature > 0 for row in rows)
     choices = sum(row.n * len(row.prompts or [None]) for row in rows)
     text = "greedy: temperature 0 where a line names none"

@@ -16,6 +16,7 @@ from dflash_batch.cli.common import printable, talk
 from dflash_batch.cli.screen import Screen
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.reader import LineError, Reading, read_lines
+from dflash_batch.worker.spool import Spool
 
 SHOWN = 50
 """Most problems printed; --json of `check` has them all."""
@@ -40,8 +41,11 @@ class Intake:
     reading: Reading
 
 
-def read_input(file: str, model: str | None, screen: Screen) -> Intake:
-    """Read `file` ("-": stdin) with progress. Raises InputNotFound and InputError."""
+def read_input(file: str, model: str | None, screen: Screen, spool: Spool | None = None) -> Intake:
+    """Read `file` ("-": stdin) with progress, into memory or a spool.
+
+    Raises InputNotFound, InputError and SpoolFailed.
+    """
     name = label(file)
     with _opened(file) as stream:
         size = None if file == STDIN else os.fstat(stream.fileno()).st_size
@@ -50,7 +54,7 @@ def read_input(file: str, model: str | None, screen: Screen) -> Intake:
             screen.on_phase("reading", None if size is None else done / max(1, size))
 
         try:
-            reading = read_lines(stream, default_model=model, progress=progress)
+            reading = read_lines(stream, default_model=model, spool=spool, progress=progress)
         except OSError as error:
             raise InputNotFound(f"cannot read {file}: {error.strerror or error}") from error
     return Intake(name, None if file == STDIN else Path(file), reading)

@@ -14,8 +14,8 @@ from dflash_batch.cli.queueing import open_queue
 from dflash_batch.cli.run import check_intake
 from dflash_batch.cli.screen import open_screen
 from dflash_batch.worker.contract import TOP_PRIORITY
-from dflash_batch.worker.prefix import plan
 from dflash_batch.worker.server import given_url
+from dflash_batch.worker.spool import Spool
 from dflash_batch.worker.submit import batch_id_for, submit
 
 
@@ -66,26 +66,27 @@ def command(
     Example: dflash-batch submit batch.jsonl -m Qwen/Qwen3-4B
     """
     ref = model_ref(model, draft, block, dtype) if model else None
-    with open_screen(common, label(file)) as screen:
-        intake = read_input(file, model, screen)
-    check_intake(ctx, common, intake, skip=on_invalid == "skip")
-    ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype)
-    salt = uuid.uuid4().hex if new else ""
-    batch_id = batch_id_for(intake.reading.digest, ref, salt)
-    with open_screen(common, intake.name) as screen, open_queue(common) as queue:
-        screen.on_phase("planning", 0.0)
-        planned = plan(intake.reading.rows)
-        status = submit(
-            queue,
-            intake.reading.rows,
-            ref,
-            batch_id=batch_id,
-            name=intake.name,
-            progress=lambda done, total: screen.on_phase("queueing", done / total),
-            planned=planned,
-            priority=priority,
-        )
-        workers = queue.workers()
+    with Spool() as spool:
+        with open_screen(common, label(file)) as screen:
+            intake = read_input(file, model, screen, spool)
+        check_intake(ctx, common, intake, skip=on_invalid == "skip")
+        ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype)
+        salt = uuid.uuid4().hex if new else ""
+        batch_id = batch_id_for(intake.reading.digest, ref, salt)
+        with open_screen(common, intake.name) as screen, open_queue(common) as queue:
+            screen.on_phase("planning", 0.0)
+            planned = spool.plan()
+            status = submit(
+                queue,
+                spool,
+                ref,
+                batch_id=batch_id,
+                name=intake.name,
+                progress=lambda done, total: screen.on_phase("queueing", done / total),
+                planned=planned,
+                priority=priority,
+            )
+            workers = queue.workers()
     if not common.quiet:
         state = "are done already; --new runs them again" if status.done else "queued"
         shared = f"shared prefix {planned.shared_share:.0%}"

@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_batch.worker.contract import CHAT, SHARD_ROWS, TEXT, JobSpec
-from dflash_batch.worker.prefix import (
-    BLOCK,
-    GROUP_ROWS,
-    Plan,
-    canonical,
-    plan,
-    prefix_chain,
-    shard_rows,
-)
+from dflash_batch.worker.cut import GROUP_ROWS, shard_rows
+from dflash_batch.worker.prefix import BLOCK, Plan, canonical, plan, prefix_chain
 
 
 def chat(index: int, *messages: tuple[str, Any]) -> JobSpec:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from cli_tools import invoke, line, write_lines
 from queue_tools import MODEL, row
 
 from dflash_batch.worker.contract import BatchState, JobSpec, ModelRef
@@ -137,3 +142,45 @@ def test_a_queued_row_takes_little_memory(queue: Queue) -> None:
     taken = (queue.client.info("memory")["used_memory"] - before) / len(rows)
     assert size > 500
     assert taken < 400
+
+
+KILLED_IN_UPLOAD = """
+import os, signal, sys
+from dflash_batch.worker import submit
+from dflash_batch.worker.queue import Queue
+
+sent, upload = 0, Queue.upload
+
+def dying(queue, shards):
+    global sent
+    upload(queue, shards)
+    sent += 1
+    if sent == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+submit.CHUNK, Queue.upload = 2, dying
+from dflash_batch.cli.main import main
+main(["submit", sys.argv[1], "-m", "demo", "-q"])
+"""
+
+
+def test_a_client_killed_in_the_upload_leaves_nothing_to_lease_and_goes_on(
+    queue: Queue, valkey_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_BATCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DFLASH_BATCH_REDIS", valkey_url)
+    source = write_lines(tmp_path / "in.jsonl", [line(f"q-{n}", f"{n}?") for n in range(300)])
+    command = [sys.executable, "-c", KILLED_IN_UPLOAD, str(source)]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+    (begun,) = queue.batches()
+    assert begun.state is BatchState.UPLOADING
+    assert begun.shards == 6
+    model = begun.batch.model.key
+    assert queue.lease("w", model, 10_000, 100) == []
+
+    result = invoke("submit", source, "-m", "demo", "-q")
+    assert result.stdout.strip() == begun.batch.id
+    (sealed,) = queue.batches()
+    assert (sealed.state, sealed.total, sealed.shards) == (BatchState.RUNNING, 300, 10)
+    leases = queue.lease("w", model, 10_000, 100)
+    assert sorted(row.index for lease in leases for row in lease.shard.rows) == list(range(300))

@@ -13,16 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_batch.worker.contract import SHARD_ROWS, JobSpec, Prompt, Shard
+from dflash_batch.worker.contract import JobSpec, PackedShard, Prompt, Shard
+from dflash_batch.worker.cut import cut, shard_rows
 
 BLOCK = 512
 """Bytes of canonical text to a block of the hash chain."""
-
-GROUP_ROWS = 4
-"""Fewest rows that make a shared prefix a group."""
-
-SMALLEST_SHARD = 8
-"""Fewest rows to a shard, where the batch has them."""
 
 _FIELD, _END = b"\x1f", b"\x1e"
 
@@ -107,39 +102,42 @@ class Plan:
                 rows=list(piece.rows),
             )
 
-
-def shard_rows(rows: int) -> int:
-    """Most rows to a shard: a quarter of a small batch, so that a second worker finds some.
-
-    It depends on the batch alone, since an upload that goes on after a crash must cut the same.
-    """
-    return min(SHARD_ROWS, max(SMALLEST_SHARD, -(-rows // 4)))
+    def packed(self, batch_id: str) -> Iterator[PackedShard]:
+        """The same, as the queue stores them."""
+        return (shard.packed() for shard in self.shards(batch_id))
 
 
 def plan(rows: Iterable[JobSpec]) -> Plan:
-    """Sort rows by prefix and cut them into shards that, where they can, hold one group each.
-
-    The group of a row is the deepest run of whole blocks that it shares with at least
-    GROUP_ROWS - 1 others. A group of half a shard or more is cut by itself, evenly; smaller ones
-    and single rows are packed together in prefix order.
-    """
+    """Sort rows by prefix and cut them into shards that, where they can, hold one group each."""
     keyed = sorted(((canonical(row), row.index, row) for row in rows), key=lambda item: item[:2])
     texts = [text for text, _, _ in keyed]
-    common = array("Q", [0]) + array("Q", map(_common, texts, texts[1:]))
+    common = array("Q", [0][: len(texts)]) + array("Q", map(_common, texts, texts[1:]))
     ordered = [row for _, _, row in keyed]
-    limit = shard_rows(len(ordered))
-    groups = _groups(texts, common)
-    large = {name for name, members in groups.items() if name and 2 * len(members) >= limit}
-    parts = [(name, part) for name in large for part in _even(groups[name], limit)]
-    parts += [(_label(texts, part), part) for part in _packed(_runs(groups, large), limit)]
-    parts.sort(key=lambda named: named[1][0])
+    found = cut(_Texts(texts, common), shard_rows(len(ordered)))
     return Plan(
-        pieces=tuple(Piece(name, tuple(ordered[at] for at in part)) for name, part in parts),
+        pieces=tuple(
+            Piece(part.group, tuple(ordered[at] for at in part.positions)) for part in found.parts
+        ),
         rows=len(ordered),
-        groups=sum(1 for group in groups if group),
+        groups=found.groups,
         chars=sum(map(len, texts)),
         shared=sum(common),
     )
+
+
+class _Texts:
+    """Rows in the order of their texts, as `cut` wants to see them."""
+
+    def __init__(self, texts: Sequence[bytes], common: Sequence[int]) -> None:
+        self._texts = texts
+        self.borders = array("I", (length // BLOCK for length in common))
+
+    def name(self, at: int, depth: int) -> str:
+        return _chain(self._texts[at], depth)[-1].hex()
+
+    def depth_between(self, first: int, last: int) -> int:
+        # what these share, those between share too
+        return _common(self._texts[first], self._texts[last]) // BLOCK
 
 
 def _common(first: bytes, second: bytes) -> int:
@@ -158,60 +156,3 @@ def _common(first: bytes, second: bytes) -> int:
         else:
             high = middle
     return low
-
-
-def _groups(texts: Sequence[bytes], common: Sequence[int]) -> dict[str, list[int]]:
-    """Positions (in sorted order) by group; "" holds the rows without one.
-
-    Sorted rows that share a prefix are neighbours, so a prefix shared by GROUP_ROWS rows is the
-    least of GROUP_ROWS - 1 borders in succession, and a row has the best of its windows.
-    """
-    borders = [length // BLOCK for length in common]
-    blocks = [0] * len(texts)
-    windows = zip(*(borders[ahead:] for ahead in range(1, GROUP_ROWS)), strict=False)
-    for start, window in enumerate(windows):
-        if all(window):
-            depth = min(window)
-            for at in range(start, start + GROUP_ROWS):
-                blocks[at] = max(blocks[at], depth)
-    groups: dict[str, list[int]] = {}
-    name = ""
-    for at, depth in enumerate(blocks):
-        # The name before holds on while the depth does and the border is that deep.
-        if not (at and depth == blocks[at - 1] and borders[at] >= depth):
-            name = _chain(texts[at], depth)[-1].hex() if depth else ""
-        groups.setdefault(name, []).append(at)
-    return groups
-
-
-def _even(members: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """`members` in as few parts of at most `limit` as it takes, all of nearly one size."""
-    parts = -(-len(members) // limit)
-    for part in range(parts):
-        yield list(members[len(members) * part // parts : len(members) * (part + 1) // parts])
-
-
-def _runs(groups: dict[str, list[int]], large: set[str]) -> list[list[int]]:
-    """What is to be packed: small groups whole, other rows one by one; in prefix order."""
-    runs = [[at] for at in groups.get("", ())]
-    runs += [members for name, members in groups.items() if name and name not in large]
-    return sorted(runs)
-
-
-def _packed(runs: Iterable[list[int]], limit: int) -> Iterator[list[int]]:
-    """Fill parts up to `limit` without cutting a run; a run is less than half of one."""
-    part: list[int] = []
-    for run in runs:
-        if part and len(part) + len(run) > limit:
-            yield part
-            part = []
-        part += run
-    if part:
-        yield part
-
-
-def _label(texts: Sequence[bytes], part: Sequence[int]) -> str:
-    """The blocks that all rows of a packed part share, as a group name."""
-    first, last = texts[min(part)], texts[max(part)]  # what these share, those between share too
-    chain = _chain(first, _common(first, last) // BLOCK)
-    return chain[-1].hex() if chain else ""

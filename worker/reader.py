@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from dflash_batch.worker.contract import (
     CHAT,
@@ -25,6 +26,8 @@ from dflash_batch.worker.contract import (
 )
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.fields import BodyError, parse_body
+from dflash_batch.worker.seen import Seen
+from dflash_batch.worker.spool import Spool
 from dflash_batch.worker.strict_json import BadLine, parse_object, quoted
 
 MAX_LINES = 1_000_000
@@ -62,7 +65,7 @@ class InputError(UserError):
 class Reading:
     """What one pass over the input found."""
 
-    rows: list[JobSpec]  # indices 0, 1, 2, … in the order of the lines
+    rows: Sequence[JobSpec]  # indices 0, 1, 2, … in the order of the lines
     errors: list[LineError]  # in the order of the lines
     warnings: list[str]  # one a kind, for people
     digest: str  # sha256 of all bytes, hex
@@ -77,20 +80,41 @@ class Reading:
         return len(self.rows) + len(self.errors)
 
 
+class Rows(Protocol):
+    """Where rows are put as they are read."""
+
+    def append(self, row: JobSpec, /) -> None: ...
+    def keep(self, indices: Iterable[int]) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, at: int, /) -> JobSpec: ...
+
+
+class RowList(list[JobSpec]):
+    """Rows in memory."""
+
+    def keep(self, indices: Iterable[int]) -> None:
+        """Leave only these rows, numbered anew in their order."""
+        self[:] = [self[index].model_copy(update={"index": at}) for at, index in enumerate(indices)]
+
+
 def read_lines(
     stream: BinaryIO,
     *,
     default_model: str | None,
+    spool: Spool | None = None,
     progress: Progress = lambda done: None,
     max_lines: int = MAX_LINES,
     max_bytes: int = MAX_BYTES,
 ) -> Reading:
     """Reads the whole stream. Raises InputError, and OSError from the stream.
 
+    The rows are kept in memory, or in a `spool`, which may raise SpoolFailed.
+
     Without `default_model` a file names its models itself: if any line does, a line that does not
     is an error; if none does, `Reading.models` is empty and the caller has to ask.
     """
-    scan = _Scan(default_model)
+    rows = RowList() if spool is None else spool
+    scan = _Scan(default_model, rows)
     digest = hashlib.sha256()
     number = size = 0
     with _collector_at_rest():
@@ -108,7 +132,7 @@ def read_lines(
         raise InputError(f"no requests: all {number:,} lines are blank")
     scan.settle_models()
     return Reading(
-        rows=scan.rows,
+        rows=rows,
         errors=scan.errors,
         warnings=scan.warnings(),
         digest=digest.hexdigest(),
@@ -176,13 +200,16 @@ _NOTICES: dict[Notice, str] = {
 class _Scan:
     """The state of one pass: what was found so far."""
 
-    def __init__(self, default_model: str | None) -> None:
-        self.rows: list[JobSpec] = []
+    def __init__(self, default_model: str | None, rows: Rows) -> None:
+        self.rows = rows
         self.errors: list[LineError] = []
         self.ignored: Counter[str] = Counter()
         self.models: Counter[str] = Counter()
         self._default_model = default_model
-        self._first_use: dict[str, int] = {}  # custom_id -> line
+        self._seen = Seen()
+        self._first_use = 0  # line on which the id of the line at hand was used first
+        self._unnamed = array("I")  # rows whose line names no model
+        self._open_ended = [0, 0]  # lines without max_tokens: how many, the first
         self._notices: dict[Notice, list[int]] = {}  # kind -> lines, first line
         self._unknown_keys: Counter[str] = Counter()
 
@@ -209,9 +236,13 @@ class _Scan:
                 )
             )
             return
-        self.rows.append(row)
         if row.model is not None:
             self.models[row.model] += 1
+        else:
+            self._unnamed.append(row.index)
+        if row.max_tokens is None:
+            self._open_ended = [self._open_ended[0] + 1, self._open_ended[1] or number]
+        self.rows.append(row)
 
     def _custom_id(self, line: dict[str, Any], number: int) -> str | None:
         """The line's id if it has a usable one, made up for bare bodies; notes its use.
@@ -223,14 +254,14 @@ class _Scan:
             value = f"line-{number:06d}"
         if not isinstance(value, str) or not 0 < len(value) <= MAX_CUSTOM_ID:
             return None
-        self._first_use.setdefault(value, number)
+        self._first_use = self._seen.first_use(value, number)
         return value
 
     def _row(self, line: dict[str, Any], number: int, custom_id: str | None) -> JobSpec:
         if custom_id is None:
             raise _bad_id(line)
-        if self._first_use[custom_id] != number:
-            message = f"{quoted(custom_id)} first used on line {self._first_use[custom_id]}"
+        if self._first_use != number:
+            message = f"{quoted(custom_id)} first used on line {self._first_use}"
             raise BadLine(ErrorCode.DUPLICATE_CUSTOM_ID, message, param="custom_id")
         metadata = _metadata(line)
         notices: list[Notice] = []
@@ -281,22 +312,21 @@ class _Scan:
         """Without a default, one line that names its model makes it a duty of all."""
         if self._default_model is not None or not self.models:
             return
-        if sum(self.models.values()) == len(self.rows):
-            return
-        named = [row for row in self.rows if row.model is not None]
-        for row in self.rows:
-            if row.model is None:
-                self.errors.append(
-                    LineError(
-                        line=row.line,
-                        code=ErrorCode.MISSING_REQUIRED_PARAMETER,
-                        message="model is missing: other lines name one; or give -m",
-                        param="model",
-                        custom_id=row.custom_id,
-                    )
+        for index in self._unnamed:
+            row = self.rows[index]
+            self.errors.append(
+                LineError(
+                    line=row.line,
+                    code=ErrorCode.MISSING_REQUIRED_PARAMETER,
+                    message="model is missing: other lines name one; or give -m",
+                    param="model",
+                    custom_id=row.custom_id,
                 )
-        self.errors.sort(key=lambda error: error.line)
-        self.rows = [row.model_copy(update={"index": at}) for at, row in enumerate(named)]
+            )
+        if self._unnamed:
+            self.errors.sort(key=lambda error: error.line)
+            unnamed = set(self._unnamed)
+            self.rows.keep(at for at in range(len(self.rows)) if at not in unnamed)
 
     def warnings(self) -> list[str]:
         found = []
@@ -307,11 +337,10 @@ class _Scan:
             found.append(f"{_lines(count)}: {text} (first: line {first})")
         if self.ignored:
             found.append(f"fields without effect on the text: {_counted(self.ignored)}")
-        open_ended = [row.line for row in self.rows if row.max_tokens is None]
-        if open_ended:
+        count, first = self._open_ended
+        if count:
             found.append(
-                f"{_lines(len(open_ended))}: no max_tokens: the default is used "
-                f"(first: line {open_ended[0]})"
+                f"{_lines(count)}: no max_tokens: the default is used (first: line {first})"
             )
         others = {name: n for name, n in self.models.items() if name != self._default_model}
         if self._default_model is not None and others:

@@ -6,13 +6,20 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
-from dflash_batch.worker.contract import Batch, BatchState, BatchStatus, JobSpec, ModelRef
+from dflash_batch.worker.contract import (
+    Batch,
+    BatchState,
+    BatchStatus,
+    JobSpec,
+    ModelRef,
+    PackedShard,
+)
 from dflash_batch.worker.errors import UserError
-from dflash_batch.worker.prefix import Plan, plan
+from dflash_batch.worker.prefix import plan
 from dflash_batch.worker.queue import Queue
 
 CHUNK = 64
@@ -65,6 +72,15 @@ def retry(
     )
 
 
+class Planned(Protocol):
+    """A batch that is cut: `Plan` in memory, or `SpoolPlan` on disk."""
+
+    @property
+    def rows(self) -> int: ...
+
+    def packed(self, batch_id: str) -> Iterator[PackedShard]: ...
+
+
 def submit(
     queue: Queue,
     rows: Sequence[JobSpec],
@@ -73,7 +89,7 @@ def submit(
     batch_id: str,
     name: str,
     progress: Progress = lambda done, total: None,
-    planned: Plan | None = None,
+    planned: Planned | None = None,
     priority: int = 0,
 ) -> BatchStatus:
     """Put `rows` into the queue as batch `batch_id`, and seal it so that workers may take it.
@@ -89,10 +105,10 @@ def submit(
         return status
     cut = planned or plan(rows)
     sent = 0
-    shards = cut.shards(batch_id)
+    shards = cut.packed(batch_id)
     while chunk := list(islice(shards, CHUNK)):
-        queue.add(chunk)
-        sent += sum(len(shard.rows) for shard in chunk)
+        queue.upload(chunk)
+        sent += sum(shard.rows for shard in chunk)
         progress(sent, cut.rows)
     queue.seal(batch_id, cut.rows)
     sealed = queue.status(batch_id)
