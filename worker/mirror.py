@@ -31,7 +31,7 @@ from rq.suspension import is_suspended
 from rq.utils import as_text, now
 from rq.worker import BaseWorker, WorkerStatus
 
-__all__ = ["BaseWorker", "JSONSerializer", "Mirror", "WorkerStatus", "is_suspended"]
+__all__ = ["BaseWorker", "JSONSerializer", "Mirror", "RqQueue", "WorkerStatus", "is_suspended"]
 
 if rq.defaults.RQ_KEY_PREFIX != Key.RQ_PREFIX:
     raise ImportError("rq was imported before dflash_batch.worker.mirror could set RQ_KEY_PREFIX")
