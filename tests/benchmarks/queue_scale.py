@@ -303,7 +303,7 @@ def ready(queue: Queue) -> int:
 
 
 def busy(queue: Queue) -> int:
-    return sum(info.active == WIDTH for info in queue.workers())
+    return sum(info.active > 0 for info in queue.workers())
 
 
 def records(queue: Queue, batch_id: str) -> list[tuple[float, str]]:
