@@ -313,3 +313,19 @@ def test_forced_tokens_count_as_output_for_penalties() -> None:
         assert texts[-1][5:7] == list(own[0].end)
         assert counts[list(own[0].end)].tolist() == [1, 1]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_budgets_hold_for_prompts_that_ride(depth: int) -> None:
+    """Behind a held prefix the end of a prompt goes through the cycles of other rows."""
+    model, own, _ = case("qwen3")
+    shared = [int(i) for i in np.random.default_rng(3).integers(5, 48, 30)]
+    prompts = [[5 + i, 9, *shared, 7, 8 + i] if i == 0 else [*shared, 7 + i] for i in range(6)]
+    block = [Thinking((START,), own[0].end, open=True, budget=1 + i % 3) for i in range(6)]
+    texts = [reference(model, p, b, 9) for p, b in zip(prompts, block, strict=True)]
+    decoder = decoder_for(model, "qwen3", NoDrafter(), max_batch=3, depth=depth)
+    for uid, (prompt, thinking) in enumerate(zip(prompts, block, strict=True)):
+        decoder.add(request(uid, prompt, 9, thinking=thinking, logprobs=1))
+    done = finish(decoder)
+    assert [list(done[uid].token_ids) for uid in range(6)] == texts
+    assert sum(done[uid].cached_tokens > 0 for uid in range(6)) >= 4
