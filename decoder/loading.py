@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.meta
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
@@ -80,6 +82,8 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
         eos_token_ids=frozenset(eos),
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and bool(tokenizer.has_chat_template),
+        calls_tools=tokenizer is not None and bool(tokenizer.has_tool_calling),
+        template_names=template_names(tokenizer),
     )
     progress("ready", 1.0)
     return Decoder(
@@ -265,6 +269,18 @@ def eos_tokens(folder: Path, config: dict[str, Any]) -> set[int]:
         if ids is not None:
             found |= {int(i) for i in (ids if isinstance(ids, list) else [ids])}
     return found
+
+
+def template_names(tokenizer: Any) -> frozenset[str] | None:
+    """The variables that the chat template reads; None where that cannot be told."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        return None
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateError:
+        return None  # it has tags of its own
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def _tokenizer(folder: Path, eos: list[int]) -> Any:

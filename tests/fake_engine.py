@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from dflash_batch.decoder.errors import LoadError, PromptError
-from dflash_batch.decoder.types import Completion, Load, LoadSpec, ModelInfo, Progress, Request
+from dflash_batch.decoder.types import (
+    Completion,
+    Fault,
+    Load,
+    LoadSpec,
+    ModelInfo,
+    Progress,
+    Request,
+)
 from dflash_batch.worker.engine import open_pipe, serve
 
 VOCABULARY = 256
@@ -56,7 +64,10 @@ class FakeDecoder:
         self._waiting: list[Request] = []
         self._active: dict[int, tuple[Request, int]] = {}  # uid -> request, steps left
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def thinking(self, prompt: Sequence[int], *, continued: bool = False) -> None:
+        return None
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return self.encode_text(chat_text(messages))
 
     def encode_text(self, text: str) -> list[int]:
@@ -117,7 +128,13 @@ class FakeDecoder:
             prefill_ms=1.0,
             ttft_ms=2.0,
             decode_ms=3.0,
+            fault=self._fault(request),
         )
+
+    def _fault(self, request: Request) -> Fault | None:
+        """A prompt with the word "overflow" has no numbers in its first choice."""
+        ill = b"overflow" in bytes(request.prompt) and request.sampling.choice == 0
+        return Fault("numerical_error", "no numbers") if ill else None
 
     def _meet_trouble(self, prompt: str) -> None:
         options = self._options

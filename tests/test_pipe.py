@@ -145,6 +145,20 @@ def test_a_fault_in_one_prompt_fails_its_row_alone() -> None:
     assert ended[1].ok
 
 
+def test_a_row_whose_numbers_fail_ends_once_and_alone() -> None:
+    """Its other choices are taken out of the decoder with it."""
+    with served() as engine:
+        engine.end.send(LOAD)
+        rows = [row(0, "overflow").model_copy(update={"n": 6}), row(1)]
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=rows))
+        engine.until(RowDone, 2)
+        engine.end.send(Admit(shard_id="t", epoch=1, rows=[row(2)]))
+        engine.until(RowDone, 3)
+    done = [report for report in engine.reports if isinstance(report, RowDone)]
+    codes = sorted((report.shard_id, report.result.index, report.result.code) for report in done)
+    assert codes == [("s", 0, "numerical_error"), ("s", 1, None), ("t", 2, None)]
+
+
 def test_an_error_in_a_step_is_reported_and_ends_the_engine() -> None:
     with served() as engine:
         engine.end.send(LOAD)

@@ -42,6 +42,7 @@ class ErrorCode(StrEnum):
     CHAT_TEMPLATE_ERROR = "chat_template_error"
     TOKENIZER_MISSING = "tokenizer_missing"
     OUT_OF_MEMORY = "out_of_memory"
+    NUMERICAL_ERROR = "numerical_error"
     WORKER_LOST = "worker_lost"
     GENERATION_TIMEOUT = "generation_timeout"
     INTERNAL_ERROR = "internal_error"
@@ -86,6 +87,7 @@ class JobSpec(Record):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    min_tokens: int = 0  # nothing ends the text before
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
@@ -98,6 +100,11 @@ class JobSpec(Record):
     n: Annotated[int, Field(ge=1)] = 1  # choices for each prompt
     logprobs: int | None = None  # alternatives told with each token's log p; None: no log p
     return_token_ids: bool = False
+    echo: bool = False  # TEXT: the prompt, and its log p, before the answer
+    skip_special_tokens: bool = True  # in the text
+    template: dict[str, Any] = {}  # CHAT: what the template is told besides the messages
+    thinking_token_budget: int | None = None  # CHAT: most tokens in the thinking block
+    tools: list[dict[str, Any]] = []  # CHAT: functions the model may call
     trace: bool = False  # body key `dflash_trace`
     metadata: dict[str, Any] | None = None  # top-level `metadata`, echoed in the output line
 
@@ -228,6 +235,7 @@ class RowMetrics(Record):
     prefill_tokens: int = 0  # really computed for this row
     cached_tokens: int = 0  # prompt_tokens - prefill_tokens, or 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of these, before the answer
     draft_tokens: int = 0
     accepted_tokens: int = 0
     spec: Literal["on", "off", "auto-off"] = "off"
@@ -236,6 +244,9 @@ class RowMetrics(Record):
     block: int = 1  # tokens of a block,
     dtype: str = ""  # dtype of the weights' arithmetic
     seed: int | None = None  # of a row that was sampled: given with the request, same text
+    template: dict[str, Any] | None = None  # what the chat template was told,
+    thinking_token_budget: int | None = None
+    warnings: list[str] | None = None  # of these settings, what cannot have had an effect
     emitted_per_cycle: list[list[int]] | None = None  # one list a choice; with dflash_trace only
     drafted_per_cycle: list[list[list[int]]] | None = None
 

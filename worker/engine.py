@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dflash_batch.decoder.errors import DecoderError, LoadError, PromptError
-from dflash_batch.decoder.types import Completion, LoadSpec, Progress, Request
+from dflash_batch.decoder.types import Completion, Fault, LoadSpec, Progress, Request
 from dflash_batch.decoder.types import Load as Fill
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import ErrorCode, JobSpec, RowResult
@@ -188,11 +188,22 @@ class _Service:
         row, choice = entry
         row.ended[choice] = completion
         self._tokens += len(completion.token_ids)
+        if completion.fault is not None:
+            self._give_up(row, completion.fault)
+            return
         if len(row.ended) == len(row.prompts):
             completions = [row.ended[i] for i in range(len(row.prompts))]
             self._report(
                 row.shard_id, row.epoch, rows.result(row.spec, row.prompts, completions, row.where)
             )
+
+    def _give_up(self, row: _Row, fault: Fault) -> None:
+        """A choice has failed, and its row with it; the other choices are not wanted any more."""
+        for uid in [uid for uid, (other, _) in self._rows.items() if other is row]:
+            self._decoder.cancel(uid)
+            del self._rows[uid]
+        ended = list(row.ended.values())
+        self._report(row.shard_id, row.epoch, rows.faulty(row.spec, fault, ended, row.where))
 
     def _report(self, shard_id: str, epoch: int, result: RowResult) -> None:
         self._pipe.send(RowDone(shard_id=shard_id, epoch=epoch, result=result))
