@@ -224,7 +224,10 @@ class Decoder:
             self._flights.clear()
         over += self._retire()
         now = time.perf_counter()
-        done = [self._completion(row, now) for row in over if not row.cancelled]
+        ended = [row for row in over if not row.cancelled]
+        for row in ended:
+            self._drafter.learn(row.request.prompt, row.tokens)
+        done = [self._completion(row, now) for row in ended]
         if self._watch is not None:
             for completion in done:
                 self._watch.job(completion)
@@ -326,6 +329,8 @@ class Decoder:
         for slot, row in enumerate(flight.rows):
             if row is None or row.over:
                 continue
+            # Where a row had fewer drafts than there was room for, the rest counts as refused.
+            room = min(flight.tokens - 1, row.left)
             begin = int(first[slot])
             kept = row.take(chosen[slot, begin : begin + emitted[slot]].tolist())
             if flight.shown is not None:
@@ -333,7 +338,7 @@ class Decoder:
             if slot in flight.rode:
                 row.first = self._landed_at
                 continue
-            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
+            outcomes.append(RowOutcome(row.request.uid, room, int(accepted[slot])))
             row.cycles += 1
             row.plain += flight.tokens == 1
             row.drafted += int(width[slot]) - 1

@@ -37,7 +37,7 @@ class RowOutcome(NamedTuple):
     """How a row fared in a cycle."""
 
     uid: int
-    drafted: int
+    drafted: int  # or could have been: a draft that was not found is as one refused
     accepted: int
 
 
