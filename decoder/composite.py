@@ -46,7 +46,7 @@ _OPENING = ((0.75,) * 4, (0.3, 0.55, 0.75, 0.88), (0.3, 0.55, 0.75, 0.88))
 
 
 class _Asked(NamedTuple):
-    """What the sources said last, to be held against the text."""
+    """What the sources said in a cycle, to be held against the text."""
 
     offset: mx.array  # int32 [R]: where the anchor stood
     drafts: mx.array  # int32 [R, S, k]
@@ -74,7 +74,8 @@ class CompositeState:
         self.model = model
         self.history = History(lens)
         self.marks = Marks(lens.rows, len(Source), len(BANDS) + 1)
-        self.asked: _Asked | None = None
+        self.asked: _Asked | None = None  # in the cycle that is under way
+        self.answered: _Asked | None = None  # in the one before
 
     def snapshot(self, row: int, length: int) -> _Remembered:
         said = self.history.snapshot(row, length)
@@ -84,13 +85,13 @@ class CompositeState:
         self.model.load(row, snapshot.model)
         self.history.load(row, snapshot.said)
         self.marks.clear(row)
-        self.asked = None  # one cycle goes unmarked
+        self.asked = self.answered = None  # one cycle goes unmarked
 
     def select(self, rows: mx.array) -> None:
         self.model.select(rows)
         self.history.select(rows)
         self.marks.select(rows)
-        self.asked = None
+        self.asked = self.answered = None
 
 
 class CompositeDrafter:
@@ -119,7 +120,7 @@ class CompositeDrafter:
     def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         own = self.model.propose(state.model, anchor, width, k)
         if k == 0:
-            state.asked = None
+            state.answered = None
             return own
         end = state.lens.offset
         state.lens.open(k + 1)
@@ -146,7 +147,7 @@ class CompositeDrafter:
             asked = state.asked
             verified = (_sources() == asked.chosen[:, None])[..., None]
             drafts = mx.where(verified, tokens[:, None, 1:], asked.drafts)
-            state.asked = asked._replace(drafts=drafts)
+            state.answered, state.asked = asked._replace(drafts=drafts), None
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._texts.add([*prompt[1 - LONGEST :], *output])
@@ -154,9 +155,9 @@ class CompositeDrafter:
 
     def _mark(self, state: CompositeState, text: mx.array) -> None:
         """Hold the last drafts against what was said since."""
-        if state.asked is None:
+        if state.answered is None:
             return
-        asked, k = state.asked, state.asked.drafts.shape[-1]
+        asked, k = state.answered, state.answered.drafts.shape[-1]
         place = asked.offset[:, None] + 1 + mx.arange(k, dtype=mx.int32)
         truth = mx.take_along_axis(text, mx.minimum(place, text.shape[1] - 1), axis=1)
         counts = marked(asked.drafts, asked.meant, truth, state.lens.offset - asked.offset)

@@ -77,6 +77,7 @@ class DraftConfig:
     embedding_scale: float
     output_multiplier: float
     second: SecondGeneration | None = None  # of a DFlash 2 draft
+    quant: str = "none"  # what its weights were quantised to when loaded
 
     @staticmethod
     def parse(config: dict[str, Any]) -> DraftConfig:

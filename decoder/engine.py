@@ -413,6 +413,7 @@ class Decoder:
             ttft_ms=1e3 * (row.first - row.added),
             decode_ms=1e3 * (now - row.first),
             seed=request.sampling.seed if request.sampling.random else None,
+            draft_notice=self.policy.notice or self.info.draft_notice,
             logprobs=None if request.logprobs is None else self._logprobs(row),
             emitted_per_cycle=tuple(row.emitted_per_cycle) if request.trace else None,
             drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,

@@ -239,6 +239,8 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         spec=_spec(completions, where),
         cache_source="batch" if cached else "none",
         draft=info.draft,
+        draft_quant=info.draft_quant,
+        draft_notice=next((c.draft_notice for c in completions if c.draft_notice), None),
         block=info.block,
         dtype=info.dtype,
         seed=completions[0].seed if completions else None,
@@ -352,7 +354,8 @@ def _finite(logprob: float) -> float:
 def facts(metrics: RowMetrics) -> dict[str, Any]:
     """`body.dflash`: what the row cost, less what `usage` says already.
 
-    Of a sampled row, `seed`: the request with this seed gives the same text again.
+    Of a sampled row, `seed`: the request with this seed gives the same text again. Where there was
+    no draft or hardly any draft stood, `draft_notice`.
     With `dflash_trace`: `emitted_per_cycle`, the tokens each cycle gave, and `drafted_per_cycle`,
     the tokens proposed in each. For one choice a list over its cycles ([int], [[int]]); for
     several choices one such list for each, in their order.
@@ -362,8 +365,9 @@ def facts(metrics: RowMetrics) -> dict[str, Any]:
         trace = shown.pop(name)
         if trace is not None:
             shown[name] = trace[0] if len(trace) == 1 else trace
-    if metrics.seed is None:
-        del shown["seed"]
+    for name in ("seed", "draft_notice"):
+        if shown[name] is None:
+            del shown[name]
     return shown
 
 
