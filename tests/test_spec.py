@@ -93,10 +93,10 @@ def test_drafts_that_hardly_ever_stand_are_parked_with_one_warning_and_said_in_r
     with caplog.at_level(logging.WARNING):
         done = decode(decoder, 400)
     assert caplog.text.count("drafts_parked") == 1
-    assert sum(c.draft_tokens for c in done.values()) < 0.7 * sum(
-        7 * c.cycles for c in done.values()
-    )
-    assert all("parked" in (c.draft_notice or "") for c in done.values())
+    slow = [c for c in done.values() if c.cycles > 300]
+    assert slow, "they saw the drafts parked"
+    assert all(c.draft_tokens < 0.7 * 7 * c.cycles for c in slow)
+    assert all("parked" in (c.draft_notice or "") for c in slow)
     plain = decode(load(spec="off"), 400)
     assert {u: c.token_ids for u, c in done.items()} == {u: c.token_ids for u, c in plain.items()}
 
