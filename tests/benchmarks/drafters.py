@@ -3,12 +3,13 @@
     python tests/benchmarks/drafters.py [PROMPTS.jsonl …] -m TARGET [--draft DRAFT] [--width 8]
     python tests/benchmarks/drafters.py --spec-bench FOLDER -m TARGET --limit 20
 
-PROMPTS.jsonl is a batch file of chat lines; each file is a kind, and without one three small kinds
-are made up: extraction to JSON and code edits, which repeat what was said, and chat, which does not.
+PROMPTS.jsonl is a batch file of chat lines; each file is a kind. Without one, three small kinds are
+made up: extraction to JSON and code edits, which repeat what was said, and chat, which does not.
 FOLDER holds Spec-Bench's question.jsonl, whose categories become the kinds.
 
-Greedy, whole blocks in every cycle; each system runs twice per kind with a drafter of its own and
-the second run counts, with the finished texts of the other kinds and of its own first run forgotten.
+Greedy. With `--spec on` whole blocks in every cycle, with `auto` what pays by costs that the first
+run learns. Each system runs twice per kind and the second run counts; what was said in other runs is
+not there to be looked up.
 `tau` is tokens per cycle, `stood` the share of drafts that stood, `same` how many texts equal those
 of plain decoding (bit for bit in float32 on the CPU; on a GPU up to near-ties).
 """
@@ -26,10 +27,11 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from dflash_batch.decoder.composite import CompositeDrafter
+from dflash_batch.decoder.cost import CostTable
 from dflash_batch.decoder.drafters import Drafter, NoDrafter
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.loading import LOOKUP_BLOCK, load_decoder
-from dflash_batch.decoder.policy import Fixed
+from dflash_batch.decoder.policy import Fixed, Goodput, Policy
 from dflash_batch.decoder.types import Completion, LoadSpec, Request
 
 Chat = list[dict[str, str]]
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--block", type=int)
     parser.add_argument("--width", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--spec", choices=["on", "auto"], default="on")
     parser.add_argument("--limit", type=int, default=80, help="prompts of each kind")
     parser.add_argument("--spec-bench", nargs="?", const="", metavar="FOLDER")
     options = parser.parse_args()
@@ -82,7 +85,7 @@ class Run(NamedTuple):
 
 def compare(kind: str, decoder: Decoder, prompts: list[list[int]], options: Any) -> None:
     """One line for each drafter."""
-    target, model = decoder.pair
+    _, model = decoder.pair
     makers: dict[str, Callable[[], Drafter]] = {
         "plain": NoDrafter,
         "ngram": lambda: CompositeDrafter(NoDrafter(), options.block or LOOKUP_BLOCK),
@@ -92,8 +95,9 @@ def compare(kind: str, decoder: Decoder, prompts: list[list[int]], options: Any)
         makers["dflash+ngram"] = lambda: CompositeDrafter(model)
     plain: Run | None = None
     for name, make in makers.items():
+        table = CostTable()
         for _ in range(2):  # the first run holds compiling and planning
-            run = decode(decoder, make(), prompts, options)
+            run = decode(decoder, make(), prompts, options, table)
         plain = plain or run
         same = sum(run.done[i].token_ids == c.token_ids for i, c in plain.done.items())
         speed = run.tokens / run.seconds
@@ -107,10 +111,15 @@ def compare(kind: str, decoder: Decoder, prompts: list[list[int]], options: Any)
         )
 
 
-def decode(loaded: Decoder, drafter: Drafter, prompts: list[list[int]], options: Any) -> Run:
+def decode(
+    loaded: Decoder, drafter: Drafter, prompts: list[list[int]], options: Any, table: CostTable
+) -> Run:
     """All prompts, by a decoder of their own."""
     target, _ = loaded.pair
-    policy = Fixed(drafter.spec.max_k, trim=mx.default_device() != mx.gpu)
+    most = drafter.spec.max_k
+    policy: Policy = Fixed(most, trim=mx.default_device() != mx.gpu)
+    if options.spec == "auto" and most:
+        policy = Goodput(table, most + 1)
     decoder = Decoder(target, drafter, info=loaded.info, max_batch=options.width, policy=policy)
     start = time.perf_counter()
     requests = (Request(i, tuple(p), options.max_tokens) for i, p in enumerate(prompts))
