@@ -1,72 +1,113 @@
-"""What a model is reckoned to need, against what it really holds."""
+"""Memory readings, from the system this runs on and from made-up ones."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from tiny import make_shape, make_target
 
-from dflash_batch.decoder.cycle import Slots, prefill
-from dflash_batch.decoder.drafters import NoDrafter
-from dflash_batch.decoder.footprint import Footprint, footprint
+from dflash_batch.worker.footprint import (
+    Pressure,
+    RusageInfoV4,
+    darwin_footprint,
+    darwin_pressure,
+    footprint,
+    pressure,
+    proc_footprint,
+    proc_pressure,
+)
 
-
-def held(name: str, rows: int) -> tuple[int, int]:
-    """Bytes in the arena of a tiny float32 model, and the columns it has."""
-    target = make_target(name)
-    drafter: Any = NoDrafter()
-    slots = Slots(rows, target, drafter)
-    tokens = mx.ones((rows, 3), dtype=mx.int32)
-    mx.eval(prefill(slots, target, drafter, tokens, mx.full((rows,), 3, dtype=mx.int32)))
-    arrays = list(slots.arena.arrays())
-    mx.eval(arrays)
-    return sum(array.nbytes for array in arrays), slots.lens.columns
+MB = 1 << 20
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_what_is_reckoned_is_what_an_arena_holds(name: str, rows: int) -> None:
-    config = make_shape(name)
-    (config.get("text_config") or config)["dtype"] = "float32"
-    bytes_held, columns = held(name, rows)
-    assert footprint(config, 0).at(rows, columns) == bytes_held
+def test_a_process_that_takes_memory_has_a_larger_footprint() -> None:
+    script = "import sys; held = bytearray(b'x' * {}); print(flush=True); sys.stdin.read()"
+    sizes = []
+    for held in (1, 96 * MB):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script.format(held)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        sizes.append(footprint(process.pid))
+        process.communicate()
+    small, large = sizes
+    assert small is not None
+    assert large is not None
+    assert 90 * MB < large - small < 120 * MB
 
 
-def test_sliding_layers_hold_a_window_and_shared_ones_nothing() -> None:
-    config: dict[str, Any] = {
-        "hidden_size": 32,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "sliding_window": 10,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "dtype": "bfloat16",
-    }
-    assert footprint(config, 7) == Footprint(7, 3 * 2 * 2 * 2 * 16, 3 * 2 * 2 * 2 * 8 * 10)
-    shared = footprint({**config, "num_kv_shared_layers": 2}, 7)
-    assert shared == Footprint(7, 2 * 2 * 2 * 2 * 16, 2 * 2 * 2 * 2 * 8 * 10)
-    draft = {**config, "dflash_config": {}, "global_head_dim": None}
-    assert footprint(draft, 7) == Footprint(7, 6 * 2 * 2 * 2 * 8, 0)
-    pattern = {**config, "layer_types": None, "sliding_window_pattern": 2}
-    assert footprint(pattern, 7) == footprint(config, 7)
+def test_a_process_that_is_gone_has_none() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert footprint(process.pid) is None
 
 
-def test_footprints_of_a_pair_add_up() -> None:
-    pair = Footprint(100, 2, 5) + Footprint(10, 1, 0)
-    assert pair.at(8, 1000) == 110 + 8 * (3000 + 5)
+def test_this_machine_tells_its_pressure() -> None:
+    assert pressure() in (Pressure.NORMAL, Pressure.WARNING, Pressure.CRITICAL)
+    assert (footprint(os.getpid()) or 0) > MB
 
 
-def test_qwen3_4b_as_known() -> None:
-    config = {
-        "hidden_size": 2560,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "torch_dtype": "bfloat16",
-    }
-    assert footprint(config, 0).per_token == 147_456  # 144 KiB a token
+@pytest.mark.parametrize(
+    ("available", "level"),
+    [(500, Pressure.NORMAL), (99, Pressure.WARNING), (39, Pressure.CRITICAL)],
+)
+def test_pressure_is_judged_by_what_is_available(
+    tmp_path: Path, available: int, level: Pressure
+) -> None:
+    file = tmp_path / "meminfo"
+    file.write_text(f"MemTotal:  1000 kB\nMemFree:  1 kB\nMemAvailable:  {available} kB\n")
+    assert proc_pressure(file) is level
+
+
+@pytest.mark.parametrize("text", ["", "MemTotal: many kB\n", "MemTotal: 8 kB\n", "\udcff"])
+def test_what_cannot_be_read_is_unknown(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "meminfo"
+    file.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    assert proc_pressure(file) is Pressure.UNKNOWN
+    assert proc_pressure(tmp_path / "none") is Pressure.UNKNOWN
+    assert proc_footprint(tmp_path) is None
+
+
+def test_swapped_out_memory_counts(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t  10 kB\nVmSwap:\t  5 kB\n")
+    assert proc_footprint(tmp_path) == 15 * 1024
+
+
+def test_the_record_of_macos_has_its_layout() -> None:
+    assert ctypes.sizeof(RusageInfoV4) == 296
+    assert RusageInfoV4.phys_footprint.offset == 72
+
+
+class FakeLibc:
+    """macOS's C library as far as we call it: it writes where the real one would."""
+
+    def __init__(self, *, status: int = 0, footprint: int = 0, level: int = 1) -> None:
+        self._status, self._footprint, self._level = status, footprint, level
+
+    def proc_pid_rusage(self, pid: int, flavour: int, buffer: Any) -> int:
+        assert flavour == 4
+        record = bytearray(296)
+        record[72:80] = self._footprint.to_bytes(8, "little")
+        ctypes.memmove(buffer, bytes(record), len(record))
+        return self._status
+
+    def sysctlbyname(self, name: bytes, old: Any, size: Any, new: None, length: int) -> int:
+        assert name == b"kern.memorystatus_vm_pressure_level"
+        ctypes.memmove(old, self._level.to_bytes(4, "little"), 4)
+        return self._status
+
+
+def test_macos_tells_the_footprint_and_the_level() -> None:
+    assert darwin_footprint(1, FakeLibc(footprint=7 << 30)) == 7 << 30
+    assert darwin_footprint(1, FakeLibc(status=-1)) is None
+    assert darwin_pressure(FakeLibc(level=4)) is Pressure.CRITICAL
+    assert darwin_pressure(FakeLibc(level=3)) is Pressure.UNKNOWN
+    assert darwin_pressure(FakeLibc(status=-1)) is Pressure.UNKNOWN

@@ -17,7 +17,7 @@ from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationEr
 
 from dflash_batch.decoder import demo
 from dflash_batch.decoder.draft_config import KINDS
-from dflash_batch.decoder.footprint import Footprint, footprint
+from dflash_batch.decoder.reckoning import Footprint, footprint
 from dflash_batch.worker.errors import UserError
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".msgpack", ".h5")

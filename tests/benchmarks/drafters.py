@@ -8,8 +8,8 @@ made up: extraction to JSON and code edits, which repeat what was said, and chat
 FOLDER holds Spec-Bench's question.jsonl, whose categories become the kinds.
 
 Greedy. With `--spec on` whole blocks in every cycle, with `auto` what pays by costs that the first
-run learns. Each system runs twice per kind and the second run counts; what was said in other runs is
-not there to be looked up.
+run learns. Each system runs twice per kind and the second run counts; what was said in other runs
+is not there to be looked up.
 `tau` is tokens per cycle, `stood` the share of drafts that stood, `same` how many texts equal those
 of plain decoding (bit for bit in float32 on the CPU; on a GPU up to near-ties).
 """
