@@ -131,7 +131,8 @@ def _decode(target: Target, drafter: Drafter, prompt: Sequence[int], tokens: int
     while len(text) < tokens:
         slots.lens.bound = len(prompt) + len(text)
         verdict, _ = cycle(slots, target, drafter, drafter.spec.max_k, Greedy())
-        keep, stood, width = (int(np.array(a)[0]) for a in verdict[1:4])
+        counts = (verdict.emitted, verdict.accepted, verdict.width)
+        keep, stood, width = (int(np.array(a)[0]) for a in counts)
         text += np.array(verdict.chosen)[0, :keep].tolist()
         drafts, accepted, cycles = drafts + width - 1, accepted + stood, cycles + 1
     return _Trial(text, drafts, accepted, cycles)
