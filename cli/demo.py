@@ -50,6 +50,7 @@ def command(
     ctx: click.Context,
     common: Common,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     spec: Spec,
@@ -73,7 +74,7 @@ def command(
     options = client.RunOptions(
         digest=intake.reading.digest,
         name=intake.name,
-        model=model_ref(DEMO, draft, block, dtype),
+        model=model_ref(DEMO, draft, block, dtype, draft_quant),
         output=folder / "demo.out.jsonl",
         errors=folder / "demo.errors.jsonl",
         home=home,

@@ -23,10 +23,14 @@ VERBS = {
     "worker": "Work on queued batches until stopped.",
     "status": "Show workers and batches, or one batch.",
     "results": "Write the results of a queued batch.",
+    "models": "List, fetch and remove models; check that a pair fits.",
     "bench": "Measure what decoding costs here, for --spec auto.",
     "doctor": "Look whether everything that is needed works here.",
     "version": "Print the versions of what is installed.",
 }
+
+_ELSEWHERE = {"models": "shelf"}
+"""Verbs whose module has another name than they."""
 
 WELCOME = """\
 dflash-batch runs files of prompts through a language model, fast, and loses none.
@@ -47,7 +51,9 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"dflash_batch.cli.{cmd_name}").command
+        command = importlib.import_module(
+            f"dflash_batch.cli.{_ELSEWHERE.get(cmd_name, cmd_name)}"
+        ).command
         assert isinstance(command, click.Command)
         return command
 

@@ -74,6 +74,7 @@ def command(
     common: Common,
     model: str | None,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     spec: Spec,
@@ -92,7 +93,7 @@ def command(
     \b
     Example: dflash-batch worker --redis redis://studio.local:6379
     """
-    ref = model_ref(model, draft, block, dtype) if model else None
+    ref = model_ref(model, draft, block, dtype, draft_quant) if model else None
     home = home_dir(common.home)
     if launchd is not None:
         agent(launchd, worker_agent(ctx, common, ref, home))

@@ -12,7 +12,11 @@ from dflash_batch.decoder.types import Candidate, Completion, Request, TokenLogp
 
 
 def answer(
-    row: Row, tokenizer: Any, now: float, spec: Literal["on", "off", "auto-off"]
+    row: Row,
+    tokenizer: Any,
+    now: float,
+    spec: Literal["on", "off", "auto-off"],
+    draft_notice: str | None,
 ) -> Completion:
     """`now` is of the clock that timed the row; without a tokenizer all texts are empty."""
     request = row.request
@@ -27,6 +31,7 @@ def answer(
         cached_tokens=len(request.prompt) - row.computed,
         cycles=row.cycles,
         spec=spec,
+        draft_notice=draft_notice,
         draft_tokens=row.drafted,
         accepted_tokens=row.accepted,
         batch_width=row.width,

@@ -110,6 +110,8 @@ def cycle(
         rides = ride.width > 0
         anchor, width = mx.where(rides, ride.tokens[:, 0], anchor), mx.where(rides, 1, width)
     proposal = drafter.propose(slots.draft, anchor, width, k)
+    if proposal.meant is not None:
+        width = mx.minimum(width, proposal.meant + 1)
     drafts = rule.draft(proposal, slots.sampler, slots.lens.offset)
     if ride is not None:
         given = mx.where(rides[:, None], ride.tokens[:, 1:], drafts.tokens)

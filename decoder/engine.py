@@ -247,10 +247,19 @@ class Decoder:
             self._flights.clear()
         over += self._retire()
         now = time.perf_counter()
+        ended = [row for row in over if not row.cancelled]
+        for row in ended:
+            if row.fault is None:
+                self._drafter.learn(row.request.prompt, row.tokens)
         done = [
-            answer(row, self._tokenizer, now, self.policy.effective(row.cycles, row.plain))
-            for row in over
-            if not row.cancelled
+            answer(
+                row,
+                self._tokenizer,
+                now,
+                self.policy.effective(row.cycles, row.plain),
+                self.policy.notice or self.info.draft_notice,
+            )
+            for row in ended
         ]
         if self._watch is not None:
             for completion in done:
@@ -379,6 +388,8 @@ class Decoder:
             if not fit[slot]:
                 row.fail()
                 continue
+            # Where a row had fewer drafts than there was room for, the rest counts as refused.
+            room = min(flight.tokens - 1, row.left)
             begin = int(first[slot])
             kept = row.take(chosen[slot, begin : begin + emitted[slot]].tolist())
             if flight.shown is not None:
@@ -386,7 +397,7 @@ class Decoder:
             if slot in flight.rode:
                 row.first = self._landed_at
                 continue
-            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
+            outcomes.append(RowOutcome(row.request.uid, room, int(accepted[slot])))
             row.cycles += 1
             row.plain += flight.tokens == 1
             row.drafted += int(width[slot]) - 1

@@ -10,6 +10,7 @@ Progress = Callable[[str, float | None], None]
 """Called with a phase ("weights", "draft", …) and a share 0..1, or None when unknown."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+DraftQuant = Literal["none", "w4", "w8"]
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,14 @@ class LoadSpec:
     """What to load and how to run it."""
 
     target: str  # Hugging Face id or folder
-    draft: str = "auto"  # "auto" | "none" | folder | Hugging Face id
+    draft: str = "auto"  # "auto" | "none" | "ngram" | folder | Hugging Face id, + "+ngram"
     block: int | None = None  # tokens of a block (anchor included); None: as trained
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_batch: int = 16  # rows decoded together
     max_context: int | None = None  # tokens of prompt + output of a row; None: the model's
     spec: Literal["auto", "on", "off"] = "on"  # draft where it pays, always, or never
     cost_dir: str | None = None  # folder of measured cycle costs; None: they are not kept
+    draft_quant: DraftQuant = "none"  # what the draft's weights are quantised to when loaded
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ModelInfo:
     has_chat_template: bool
     calls_tools: bool = False  # the form of the model's tool calls is known
     template_names: frozenset[str] | None = None  # variables the chat template reads, if known
+    draft_quant: DraftQuant = "none"
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Completion:
     spec: Literal["on", "off", "auto-off"] = "on"  # "auto-off": for most cycles drafts did not pay
     emitted_per_cycle: tuple[int, ...] | None = field(default=None)  # with trace only
     drafted_per_cycle: tuple[tuple[int, ...], ...] | None = field(default=None)
+    draft_notice: str | None = None  # why drafts are off or hardly used
 
 
 class Load(NamedTuple):

@@ -252,6 +252,7 @@ def test_a_chat_answer_has_the_shape_of_the_api() -> None:
         "spec": "on",
         "cache_source": "batch",
         "draft": "org/draft",
+        "draft_quant": "none",
         "block": 16,
         "dtype": "bfloat16",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -252,6 +253,9 @@ class OracleDrafter:
             seen = state.seen.setdefault(row, [])
             del seen[int(offsets[row]) :]
             seen.extend(ids[row, : counts[row]].tolist())
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        pass
 
 
 class OracleState:

@@ -128,15 +128,18 @@ class ModelRef(Record):
     """What a worker must load to do a batch. Its key decides which worker sees which shard."""
 
     target: str  # Hugging Face id, absolute folder, or "demo"
-    draft: str = "auto"  # "auto" | "none" | folder | Hugging Face id
+    draft: str = "auto"  # "auto" | "none" | "ngram" | folder | Hugging Face id, + "+ngram"
     block: int | None = None  # tokens of a draft block; None: what the draft was trained for
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    draft_quant: Literal["none", "w4", "w8"] = "none"  # what the draft is quantised to when loaded
 
     @property
     def key(self) -> str:
         """16 hex digits over all fields and the schema."""
-        text = json.dumps([SCHEMA, self.target, self.draft, self.block, self.dtype])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        named = [SCHEMA, self.target, self.draft, self.block, self.dtype]
+        if self.draft_quant != "none":  # or keys would not be those of older clients
+            named.append(self.draft_quant)
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
 class Batch(Record):
@@ -241,6 +244,8 @@ class RowMetrics(Record):
     spec: Literal["on", "off", "auto-off"] = "off"
     cache_source: Literal["none", "batch", "ram", "ssd"] = "none"
     draft: str | None = None  # effective settings: name of the draft,
+    draft_quant: str = "none"  # what its weights are quantised to,
+    draft_notice: str | None = None  # why there is none, or why it is hardly used,
     block: int = 1  # tokens of a block,
     dtype: str = ""  # dtype of the weights' arithmetic
     seed: int | None = None  # of a row that was sampled: given with the request, same text

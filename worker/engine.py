@@ -238,6 +238,7 @@ def _spec(order: Load) -> LoadSpec:
     return LoadSpec(
         target=order.model.target,
         draft=order.model.draft,
+        draft_quant=order.model.draft_quant,
         block=order.model.block,
         dtype=order.model.dtype,
         max_batch=order.max_batch,

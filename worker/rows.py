@@ -318,6 +318,8 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         spec=_spec(completions, where),
         cache_source="batch" if cached else "none",
         draft=info.draft,
+        draft_quant=info.draft_quant,
+        draft_notice=next((c.draft_notice for c in completions if c.draft_notice), None),
         block=info.block,
         dtype=info.dtype,
         seed=completions[0].seed if completions else None,
@@ -459,13 +461,14 @@ def facts(metrics: RowMetrics) -> dict[str, Any]:
     """`body.dflash`: what the row cost, less what `usage` says already.
 
     Of a sampled row, `seed`: the request with this seed gives the same text again. `template` is
-    what the chat template was told, `warnings` what of that it does not read.
+    what the chat template was told, `warnings` what of that it does not read. Where there was no
+    draft or hardly any draft stood, `draft_notice`.
     With `dflash_trace`: `emitted_per_cycle`, the tokens each cycle gave, and `drafted_per_cycle`,
     the tokens proposed in each. For one choice a list over its cycles ([int], [[int]]); for
     several choices one such list for each, in their order.
     """
     shown = metrics.model_dump(exclude={"prompt_tokens", "completion_tokens", "reasoning_tokens"})
-    for name in ("seed", "template", "thinking_token_budget", "warnings"):
+    for name in ("seed", "draft_notice", "template", "thinking_token_budget", "warnings"):
         if shown[name] is None:
             del shown[name]
     for name in ("emitted_per_cycle", "drafted_per_cycle"):
