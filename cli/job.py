@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from dflash_batch.cli.common import talk
@@ -71,8 +72,10 @@ def drive(
         raise JobFailed(f"the process ended at once with status {process.wait()}") from error
     finally:
         process.kill()  # of no effect on one that has ended
-        process.stdout.close()
         process.wait()
+        process.stdout.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
     if last is None:
         raise JobFailed(f"the process ended with status {status} and no result")
     return last

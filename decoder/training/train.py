@@ -255,13 +255,13 @@ class Run:
                 say({"step": progress.step, "tau": progress.tau})
                 checked = time.monotonic()
             if now - saved > order.checkpoint_s:
-                self._keep()
+                self._keep(say)
                 saved = time.monotonic()
         recent += [float(loss) for loss in losses]
         if recent:
             self._show(say, recent, 0.0)
         if share < 1.0:
-            self._keep()
+            self._keep(say)
             return _stopped(order, "training", progress.step, self._steps)
         return self._finish(say)
 
@@ -343,15 +343,16 @@ class Run:
             }
         )
 
-    def _keep(self) -> None:
+    def _keep(self, say: Say) -> None:
         self._progress.seconds = self._clock.seconds
         self._work.save(self._fitting, self._progress)
+        say({"checkpoint": self._progress.step})
 
     def _finish(self, say: Say) -> dict[str, Any]:
         say({"phase": "measuring", "share": None})
         progress, out = self._progress, Path(self._order.out)
         progress.tau = self.tau()
-        self._keep()
+        self._keep(say)
         config = self.config
         facts = {
             "out": str(out),
