@@ -32,9 +32,10 @@ from dflash_batch.decoder.training.choices import default_taps
 from dflash_batch.decoder.training.draft import DraftConfig, load_draft
 from dflash_batch.decoder.training.features import FrozenTarget, TappedTarget
 from dflash_batch.decoder.training.fit import FitSettings, Fitting
+from dflash_batch.decoder.training.order import Order
 from dflash_batch.decoder.training.replies import TEMPERATURE, Wish, replies
 from dflash_batch.decoder.training.texts import Prompt, Text, TextFile, without_loop
-from dflash_batch.decoder.training.train import Order, train
+from dflash_batch.decoder.training.train import train
 from dflash_batch.decoder.types import LoadSpec, Sampling
 
 PAIR = FOLDER / "dflash-qwen3-tiny"

@@ -13,9 +13,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,6 +40,7 @@ from dflash_batch.decoder.training.files import save_text
 from dflash_batch.decoder.training.fit import FitSettings, Fitting, compiled
 from dflash_batch.decoder.training.measure import tokens_per_cycle
 from dflash_batch.decoder.training.objective import draft_loss
+from dflash_batch.decoder.training.order import Clock, Order
 from dflash_batch.decoder.training.replies import Wish, replies
 from dflash_batch.decoder.training.service import Say, Wanted, serve
 from dflash_batch.decoder.training.texts import Prompt, PromptFile, Text, without_loop
@@ -69,36 +69,6 @@ AHEAD = 4
 """Steps that may be in flight."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """What to train, and for how long."""
-
-    target: str
-    prompts: str  # a file, as `PromptFile` reads it
-    out: str  # the folder to write
-    init: str | None = None  # a draft to begin with
-    layers: int | None = None
-    block: int | None = None
-    steps: int | None = None
-    time_budget_s: float | None = None  # of all, texts included
-    lr: float | None = None
-    seed: int = 0
-    width: int = 64  # rows generated together
-    max_tokens: int = 256  # of a reply
-    samples: int = 1  # replies a prompt
-    batch_tokens: int = 8192  # of a step
-    mask_token: int | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    checkpoint_s: float = 60.0
-
-    def fixed(self, digest: str) -> dict[str, Any]:
-        """What may not change when a run goes on."""
-        names = ("target", "init", "layers", "block", "seed", "max_tokens", "samples")
-        more = ("batch_tokens", "mask_token", "dtype")
-        kept = {name: getattr(self, name) for name in (*names, *more)}
-        return {**kept, "prompts": digest}
-
-
 def train(order: Order, say: Say, wanted: Wanted) -> dict[str, Any]:
     """Go on with a run or begin one. Returns the result, or where it stopped (`"stopped"`).
 
@@ -125,27 +95,6 @@ def train(order: Order, say: Say, wanted: Wanted) -> dict[str, Any]:
     if work.text_seconds is None:
         return _stopped(order, "texts", len(work.texts.texts), len(asked) * order.samples)
     return Run(order, decoder, work, prompts.digest, clock).go(say, wanted)
-
-
-class Clock:
-    """Time since the run began, in all its processes, against its budget."""
-
-    def __init__(self, budget: float | None) -> None:
-        self.budget = budget or math.inf
-        self._before = 0.0
-        self._began = time.monotonic()
-
-    def add(self, before: float) -> None:
-        """Seconds that earlier processes took."""
-        self._before += before
-
-    @property
-    def seconds(self) -> float:
-        return self._before + time.monotonic() - self._began
-
-    def at(self, share: float) -> float:
-        """When, on `time.monotonic`, that share of the budget is used up."""
-        return self._began + share * self.budget - self._before
 
 
 def _collect(
