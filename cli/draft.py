@@ -59,7 +59,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="One JSON object on
 
 @click.group("draft")
 def command() -> None:
-    """Train a DFlash draft on your own prompts, and measure one."""
+    """Train a DFlash draft on your own prompts, and measure one.
+
+    \b
+    Example: dflash-batch draft train -m Qwen/Qwen3-4B --prompts my.jsonl -o my-draft
+    """
 
 
 @command.command("train")

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 from dflash_batch.decoder import demo, registry
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.errors import TrainingError
-from dflash_batch.decoder.loading import find, load_decoder, load_dflash, read_config
+from dflash_batch.decoder.loading import CACHE_LIMIT, find, load_decoder, load_dflash, read_config
 from dflash_batch.decoder.targets.stack import Stack
 from dflash_batch.decoder.training.batches import LENGTHS, Batches, padded
 from dflash_batch.decoder.training.card import model_card
@@ -75,9 +75,12 @@ def train(order: Order, say: Say, wanted: Wanted) -> dict[str, Any]:
     Raises LoadError, PromptError and TrainingError.
     """
     clock = Clock(order.time_budget_s)
+    # A step takes the same large buffers as the one before: MLX's own limit suits that, not the
+    # one that loading sets for serving.
+    roomy = mx.set_cache_limit(CACHE_LIMIT)
     spec = LoadSpec(order.target, draft="none", dtype=order.dtype, spec="off")
     decoder = load_decoder(spec, lambda phase, share: say({"phase": phase, "share": share}))
-    mx.set_cache_limit(_roomy())
+    mx.set_cache_limit(roomy)
     prompts = PromptFile(Path(order.prompts))
     work = Work(Path(order.out), order.fixed(prompts.digest))
     say({"phase": "reading the prompts", "share": None})
@@ -354,14 +357,6 @@ def _device() -> str:
 def _compute(dtype: mx.Dtype) -> mx.Dtype:
     """float16 gradients would underflow."""
     return mx.float32 if dtype == mx.float32 else mx.bfloat16
-
-
-def _roomy() -> int:
-    """Bytes of freed buffers worth keeping: a step takes the same ones as the step before."""
-    info = mx.device_info(mx.default_device())
-    sizes = [info.get(name) for name in ("max_recommended_working_set_size", "total_memory")]
-    known = [int(size) for size in sizes if size]
-    return max(known, default=8 << 30) // 2
 
 
 def _stopped(order: Order, phase: str, done: int, wanted: int | None) -> dict[str, Any]:
