@@ -194,6 +194,7 @@ def evaluate(
     draft: str,
     block: int | None,
     dtype: str,
+    draft_quant: str,
     prompts: str,
     max_tokens: int,
     max_batch: int,
@@ -206,10 +207,14 @@ def evaluate(
     \b
     Example: dflash-batch draft eval -m Qwen/Qwen3-4B --draft my-draft --prompts my.jsonl
     """
-    ref = model_ref(model, draft, block, dtype)
+    ref = model_ref(model, draft, block, dtype, draft_quant)
     with _normal(prompts) as file:
         order = {
-            **ref.model_dump(),
+            "target": ref.target,
+            "draft": ref.draft,
+            "block": ref.block,
+            "dtype": ref.dtype,
+            "draft_quant": ref.draft_quant,
             "prompts": file.name,
             "width": max_batch,
             "max_tokens": max_tokens,

@@ -34,6 +34,7 @@ class Order:
     prompts: str  # a file, as `PromptFile` reads it
     block: int | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    draft_quant: Literal["none", "w4", "w8"] = "none"
     width: int = 16  # rows decoded together
     max_tokens: int = 256  # of a reply
     cost_dir: str | None = None  # folder of measured cycle costs
@@ -91,6 +92,7 @@ def evaluate(order: Order, say: Say, wanted: Wanted) -> dict[str, Any]:
         draft=order.draft,
         block=order.block,
         dtype=order.dtype,
+        draft_quant=order.draft_quant,
         max_batch=order.width,
     )
     decoder = load_decoder(spec, lambda phase, share: say({"phase": phase, "share": share}))
