@@ -26,6 +26,7 @@ VERBS = {
     "models": "List, fetch and remove models; check that a pair fits.",
     "bench": "Measure what decoding costs here, for --spec auto.",
     "doctor": "Look whether everything that is needed works here.",
+    "draft": "Train a draft on your own prompts, or measure one.",
     "version": "Print the versions of what is installed.",
 }
 

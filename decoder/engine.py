@@ -122,6 +122,11 @@ class Decoder:
         """What decodes here, for those who measure it."""
         return self._target, self._drafter
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self._tokenizer
+
     # Prompts
 
     def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:

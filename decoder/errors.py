@@ -2,6 +2,7 @@
 
 DecoderError
 ├── LoadError        a model, draft or tokenizer cannot be used
+├── TrainingError    a draft cannot be trained with these settings, in this folder
 └── PromptError      one row's prompt cannot be used; the others run
 """
 
@@ -29,3 +30,9 @@ class PromptError(DecoderError):
     """Raised when one row's prompt cannot be tokenised or does not fit the context."""
 
     code = "invalid_value"
+
+
+class TrainingError(DecoderError):
+    """Raised when settings do not fit the texts, or the folder holds something else."""
+
+    code = "training_unusable"
