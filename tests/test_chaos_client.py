@@ -41,7 +41,7 @@ def check(report: Report, folder: Path, count: int) -> None:
     assert EmbeddedServer(folder / "home").pid() is None
 
 
-@fault(24, "kill -9 of a client that has sent a third")
+@fault(24, "kill -9 of a client that has sent a third", slow=True)
 def test_a_submission_that_was_cut_short_is_continued_and_not_begun(
     scene: Scene, tmp_path: Path
 ) -> None:
@@ -63,7 +63,14 @@ def test_a_submission_that_was_cut_short_is_continued_and_not_begun(
 
 
 @fault(25, "kill -9 of a client that exports, at each step")
-@pytest.mark.parametrize("point", ["write", "sync", "acknowledge"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "write",
+        pytest.param("sync", marks=pytest.mark.chaos),
+        pytest.param("acknowledge", marks=pytest.mark.chaos),
+    ],
+)
 @pytest.mark.usefixtures("nothing_left")
 def test_an_export_that_was_cut_short_goes_on_without_gap_or_double(
     tmp_path: Path, report: Report, point: str
@@ -75,7 +82,7 @@ def test_an_export_that_was_cut_short_goes_on_without_gap_or_double(
     check(report, tmp_path, 60)
 
 
-@fault(34, "the disk is full under the output file")
+@fault(34, "the disk is full under the output file", slow=True)
 def test_a_full_disk_stops_a_run_with_a_message_and_costs_nothing(
     scene: Scene, tmp_path: Path
 ) -> None:
@@ -96,7 +103,7 @@ def test_a_full_disk_stops_a_run_with_a_message_and_costs_nothing(
     check_lines(scene.report, verbose_rows(300), tmp_path / "in.out.jsonl", tmp_path / "none")
 
 
-@fault(35, "two runs start at once on a fresh machine")
+@fault(35, "two runs start at once on a fresh machine", slow=True)
 @pytest.mark.usefixtures("nothing_left")
 def test_two_first_runs_share_one_server(tmp_path: Path, report: Report) -> None:
     home = tmp_path / "home"

@@ -96,7 +96,7 @@ def test_rows_that_ended_in_an_outage_survive_their_worker(scene: Scene) -> None
     scene.check(rows)
 
 
-@fault(10, "server comes back empty, under `run`")
+@fault(10, "server comes back empty, under `run`", slow=True)
 def test_a_run_whose_server_came_back_empty_queues_what_is_missing(
     scene: Scene, tmp_path: Path
 ) -> None:

@@ -190,7 +190,7 @@ def test_a_wrong_clock_changes_nothing(scene: Scene, clock: str) -> None:
     scene.check(rows)
 
 
-@fault(29, "a worker of another schema joins")
+@fault(29, "a worker of another schema joins", slow=True)
 def test_a_worker_of_another_schema_leases_nothing_and_is_quiet(scene: Scene) -> None:
     rows = scene.submit(24, shard_rows=8)
     older = "import dflash_batch.worker.contract as c; c.SCHEMA = 0"

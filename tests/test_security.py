@@ -29,6 +29,7 @@ from queue_tools import (
     until,
 )
 
+from dflash_batch.worker import checkup
 from dflash_batch.worker.address import QueueExposed, check_address
 from dflash_batch.worker.binary import find_binary
 from dflash_batch.worker.queue import Queue, QueueUnreachable, connect
@@ -123,8 +124,8 @@ def test_every_verb_refuses_and_says_how_to_go_on(
         assert "no queue at" in invoke(*there, "--insecure", *words).stderr
     monkeypatch.setenv("DFLASH_BATCH_INSECURE", "1")
     assert "no queue at" in invoke(*there, "status").stderr
-    monkeypatch.delenv("DFLASH_BATCH_INSECURE")
-    assert "in the clear" in invoke(*there, "doctor").stdout
+    [finding] = checkup.queue(checkup.Subject(tmp_path, str(there[-1])))
+    assert (finding.level, "in the clear" in finding.text) == ("failed", True)
 
 
 # --- TLS ----------------------------------------------------------------------------------------
