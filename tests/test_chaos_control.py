@@ -76,8 +76,9 @@ def test_a_viewer_changes_nothing(scene: Scene) -> None:
         start_new_session=True,
     )
     try:
-        victim, _other = (scene.worker("--step-s", "0.1") for _ in range(2))
+        victim = scene.worker("--step-s", "0.1")
         until(lambda: len(scene.held_by(victim)) > 0, "the victim holds shards")
+        scene.worker("--step-s", "0.1")
         scene.kill(victim)
         view.started_job_registry.get_job_ids(cleanup=True)
         scene.answered(30)

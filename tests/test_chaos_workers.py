@@ -17,9 +17,11 @@ from dflash_batch.worker.contract import Key, RowResult, RowStatus
 @fault(1, "kill -9 of a worker in mid-decode")
 def test_the_rows_of_a_killed_worker_go_to_another(scene: Scene) -> None:
     rows = scene.submit(48, shard_rows=8)
-    victim, _other = (scene.worker("--step-s", "0.05") for _ in range(2))
+    victim = scene.worker("--step-s", "2")
     until(lambda: len(scene.held_by(victim)) > 0, "the victim holds shards")
-    scene.answered(8)
+    other = scene.worker("--step-s", "0.05")
+    until(lambda: "leased" in other.says, "another works beside it")
+    assert scene.held_by(victim)
     scene.kill(victim)
     scene.recovered()
     scene.done()
@@ -69,10 +71,11 @@ def test_a_sleeper_whose_shards_were_taken_records_nothing(scene: Scene) -> None
 
 @fault(6, "SIGSTOP for less than the lease", slow=True)
 def test_a_nap_changes_nothing(scene: Scene) -> None:
+    sleeper, other = (scene.worker("--step-s", "0.2", lease_ttl_s=10.0) for _ in range(2))
+    for worker in (sleeper, other):
+        until(lambda w=worker: "engine_ready" in w.says, "both are ready")  # type: ignore[misc]
     rows = scene.submit(40, shard_rows=8)
-    sleeper = scene.worker("--step-s", "0.05", lease_ttl_s=5.0)
-    scene.worker("--step-s", "0.05", lease_ttl_s=5.0)
-    until(lambda: len(scene.held_by(sleeper)) > 0, "it holds shards")
+    until(lambda: all(map(scene.held_by, (sleeper, other))), "both hold shards")
     sleeper.signal(signal.SIGSTOP)
     before = scene.held_by(sleeper)
     count = len(scene.answers)
