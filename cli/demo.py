@@ -79,6 +79,7 @@ def command(
         errors=folder / "demo.errors.jsonl",
         home=home,
         redis=common.redis,
+        insecure=common.insecure,
         new=True,
         max_batch=max_batch,
         spec=spec,

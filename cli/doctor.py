@@ -39,7 +39,7 @@ def command(
     Example: dflash-batch doctor -m Qwen/Qwen3-4B --redis redis://studio.local
     """
     ref = model_ref(model, draft, block, dtype, draft_quant) if model else None
-    subject = Subject(home_dir(common.home), given_url(common.redis), ref)
+    subject = Subject(home_dir(common.home), given_url(common.redis), ref, common.insecure)
     found = []
     for finding in examine(subject):
         found.append(finding)

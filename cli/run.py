@@ -117,6 +117,7 @@ def command(
         errors=places.errors,
         home=home_dir(common.home),
         redis=common.redis,
+        insecure=common.insecure,
         new=new,
         max_batch=max_batch,
         lease_ttl_s=lease_ttl,

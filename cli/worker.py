@@ -17,7 +17,7 @@ from dflash_batch.cli.models import (
 from dflash_batch.worker import main as worker_main
 from dflash_batch.worker.conditions import ALWAYS, conditions
 from dflash_batch.worker.contract import Spec
-from dflash_batch.worker.home import cost_dir, home_dir
+from dflash_batch.worker.home import cost_dir, home_dir, pending_dir
 from dflash_batch.worker.server import redis_url
 from dflash_batch.worker.settings import WorkerSettings
 
@@ -98,7 +98,7 @@ def command(
     if launchd is not None:
         agent(launchd, worker_agent(ctx, common, ref, home))
         return
-    with redis_url(common.redis, home) as url:
+    with redis_url(common.redis, home, insecure=common.insecure) as url:
         settings = WorkerSettings(
             redis_url=url,
             model=ref,
@@ -108,6 +108,7 @@ def command(
             spec=spec,
             cost_dir=str(cost_dir(home)),
             only_when=",".join(filter(None, (ALWAYS, only_when))),
+            pending_dir=str(pending_dir(home)),
             burst=burst,
             log_level="DEBUG" if common.verbose else "WARNING" if common.quiet else "INFO",
         )

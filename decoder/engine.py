@@ -235,6 +235,11 @@ class Decoder:
                 row.cancelled = True
         self._admission.drop_cancelled()
 
+    def narrow(self, rows: int) -> None:
+        """Take in no more than `rows` at once from here on; those that run go on."""
+        self._max_batch = max(1, min(rows, self._max_batch))
+        mx.clear_cache()
+
     def load(self) -> Load:
         """Rows waiting, and rows decoding."""
         return Load(len(self._admission), self._live)
@@ -557,7 +562,7 @@ class Decoder:
     def _free(self) -> int:
         """How many rows to admit now."""
         taken = self._live + self._admission.coming
-        ready = min(self._max_batch - taken, len(self._admission.waiting))
+        ready = max(0, min(self._max_batch - taken, len(self._admission.waiting)))
         more = self.policy.admit_more(taken, ready, self._context()) if ready else 0
         while more and not self._fit(more):
             more -= 1

@@ -8,6 +8,8 @@ DecoderError
 
 from __future__ import annotations
 
+import re
+
 
 class DecoderError(Exception):
     """Base of all errors of this room. `code` is one of the contract's error codes."""
@@ -18,6 +20,25 @@ class DecoderError(Exception):
         super().__init__(message)
         self.code = code or type(self).code
         self.param = param
+
+
+OUT_OF_MEMORY = "out_of_memory"
+"""Code of what ended for want of memory; fewer rows at once may do."""
+
+_NO_MEMORY = re.compile(
+    r"out of memory|outofmemory|insufficient memory|unable to allocate|"
+    r"attempting to allocate|cudaMalloc",
+    re.IGNORECASE,
+)
+
+
+def code_of(error: Exception) -> str:
+    """The contract's code for any error of the decoder. mlx tells want of memory by words only."""
+    if isinstance(error, DecoderError):
+        return error.code
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        return OUT_OF_MEMORY
+    return DecoderError.code
 
 
 class LoadError(DecoderError):

@@ -23,8 +23,10 @@ from dflash_batch.worker.pipe import (
     Drop,
     EngineEnd,
     Failed,
+    Hold,
     Load,
     Loading,
+    Narrow,
     Ready,
     Report,
     RowDone,
@@ -38,7 +40,16 @@ LOAD = Load(model=MODEL, worker="w", max_batch=4)
 def fake(spec: LoadSpec, progress: Progress) -> FakeDecoder:
     progress("weights", None)
     options = argparse.Namespace(
-        step_s=0.0, seed=0, crash="", hang="", fail="fail", once="", journal=""
+        step_s=0.0,
+        seed=0,
+        crash="",
+        hang="",
+        seize="",
+        fail="fail",
+        once="",
+        journal="",
+        wide=0,
+        leak=0,
     )
     return FakeDecoder(spec, options)
 
@@ -125,6 +136,29 @@ def test_dropped_rows_are_not_reported() -> None:
             "the row that was not dropped ends",
         )
     assert sum(isinstance(report, RowDone) for report in engine.reports) < 500
+
+
+def test_an_engine_that_is_held_keeps_its_rows_and_beats_and_goes_on() -> None:
+    with served() as engine:
+        engine.end.send(LOAD)
+        engine.end.send(Hold(on=True))
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=[row(i) for i in range(9)]))
+        engine.until(Beat, 2)
+        beat = [report for report in engine.reports if isinstance(report, Beat)][-1]
+        assert (beat.steps, beat.waiting) == (0, 9)
+        assert not [report for report in engine.reports if isinstance(report, RowDone)]
+        engine.end.send(Hold(on=False))
+        engine.until(RowDone, 9)
+
+
+def test_an_engine_that_is_narrowed_takes_fewer_rows_in() -> None:
+    with served() as engine:
+        engine.end.send(LOAD)
+        engine.end.send(Narrow(rows=1))
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=[row(i) for i in range(6)]))
+        engine.until(RowDone, 6)
+    widths = {r.result.metrics.batch_width for r in engine.reports if isinstance(r, RowDone)}
+    assert widths == {1}
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_engine() -> None:

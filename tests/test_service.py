@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from queue_tools import (
@@ -43,7 +44,7 @@ def start(valkey_url: str, tmp_path: Path) -> Iterator[Start]:
     """Starts workers; they and their engines are ended with the test."""
     workers: list[WorkerProcess] = []
 
-    def start_one(*engine_options: str, **settings: object) -> WorkerProcess:
+    def start_one(*engine_options: str, **settings: Any) -> WorkerProcess:
         log = tmp_path / f"worker-{len(workers)}.log"
         worker = WorkerProcess(valkey_url, *engine_options, log=log, **settings)
         workers.append(worker)

@@ -223,6 +223,14 @@ class Lease(Record):
     max_attempts: int = 3
 
 
+class Crash(Record):
+    """How an engine died on a shard last: what decides whether a row of it is condemned."""
+
+    words: str  # the engine's last ones, for people
+    row: int | None = None  # the row that ran by itself, if one did
+    lone: int = 0  # engines in succession that this row killed by itself
+
+
 class RowMetrics(Record):
     """What one row cost. Sums over rows are what `run --json` prints."""
 
@@ -337,6 +345,11 @@ class Key:
     def shard(s: str) -> str:
         """hash: b, g, n, st, epoch, owner, deaths, p (zlib JSON rows), ex (RQ execution)"""
         return f"{Key.TAG}:s:{s}"
+
+    @staticmethod
+    def crash(s: str) -> str:
+        """string with TTL: Crash JSON"""
+        return f"{Key.TAG}:crash:{s}"
 
     @staticmethod
     def runnable(model_key: str) -> str:

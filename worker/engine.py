@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_batch.decoder.errors import DecoderError, LoadError, PromptError
+from dflash_batch.decoder.errors import LoadError, PromptError, code_of
 from dflash_batch.decoder.types import Completion, Fault, LoadSpec, Progress, Request
 from dflash_batch.decoder.types import Load as Fill
 from dflash_batch.worker import rows
@@ -30,8 +30,10 @@ from dflash_batch.worker.pipe import (
     Drop,
     EngineEnd,
     Failed,
+    Hold,
     Load,
     Loading,
+    Narrow,
     PipeClosed,
     Ready,
     RowDone,
@@ -49,6 +51,7 @@ class DecoderLike(rows.Encoder, Protocol):
 
     def add(self, request: Request) -> None: ...
     def cancel(self, uid: int) -> None: ...
+    def narrow(self, rows: int) -> None: ...
     def step(self) -> list[Completion]: ...
     def load(self) -> Fill: ...
     def close(self) -> None: ...
@@ -72,8 +75,7 @@ def serve(pipe: EngineEnd, load: Loader) -> int:
             _Service(pipe, decoder, order.worker).run()
         except Exception as error:  # the one place where any error of the decoder ends up
             traceback.print_exc()
-            code = error.code if isinstance(error, DecoderError) else ErrorCode.INTERNAL_ERROR
-            pipe.send(Failed(code=str(code), message=f"{type(error).__name__}: {error}"))
+            pipe.send(Failed(code=code_of(error), message=f"{type(error).__name__}: {error}"))
             return EXIT_FAILED
         finally:
             decoder.close()
@@ -108,6 +110,7 @@ class _Service:
         self._tokens = 0
         self._fill = Fill(0, 0)
         self._stopping = False
+        self._held = False
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -126,10 +129,11 @@ class _Service:
         beats.start()
         try:
             while not self._stopping:
-                for command in self._pipe.take(0.0 if self._rows else None):
+                idle = self._held or not self._rows
+                for command in self._pipe.take(None if idle else 0.0):
                     self._obey(command)
                     self._fill = self._decoder.load()
-                if self._rows:
+                if self._rows and not self._held and not self._stopping:
                     for completion in self._decoder.step():
                         self._end_choice(completion)
                     self._steps += 1
@@ -145,6 +149,10 @@ class _Service:
                     self._admit(command, row, since)
             case Drop():
                 self._drop(command.shard_id)
+            case Hold():
+                self._held = command.on
+            case Narrow():
+                self._decoder.narrow(command.rows)
             case Stop():
                 self._stopping = True
 

@@ -49,6 +49,20 @@ class Drop(Record):
     shard_id: str
 
 
+class Hold(Record):
+    """Stand still, or go on: rows stay where they are."""
+
+    kind: Literal["hold"] = "hold"
+    on: bool
+
+
+class Narrow(Record):
+    """Take in no more than so many rows at once from here on."""
+
+    kind: Literal["narrow"] = "narrow"
+    rows: int
+
+
 class Stop(Record):
     """End, whatever is in hand."""
 
@@ -108,7 +122,7 @@ class Bye(Record):
     kind: Literal["bye"] = "bye"
 
 
-Command = Load | Admit | Drop | Stop
+Command = Load | Admit | Drop | Hold | Narrow | Stop
 Report = Loading | Ready | Failed | RowDone | Beat | Bye
 
 _command: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

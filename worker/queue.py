@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import redis
+from pydantic import ValidationError
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.retry import Retry
 
+from dflash_batch.worker.address import tls_options
 from dflash_batch.worker.contract import (
     Batch,
     BatchState,
     BatchStatus,
+    Crash,
     ErrorCode,
     JobSpec,
     Key,
@@ -48,7 +52,8 @@ COMMIT_ROWS = 64
 """Most rows of one commit; far below the arguments a script may have."""
 
 _CHUNK = 200
-_SOCKET_TIMEOUT_S = 5.0
+_CRASH_KEPT_S = 86400
+_TIMEOUT_S = 5.0
 _LONGEST_BLOCK_MS = 2000  # below the socket's timeout, or an idle wait would look like an outage
 
 _T = TypeVar("_T")
@@ -76,19 +81,20 @@ class Committed(NamedTuple):
     fenced: bool  # the lease is not held any more; nothing was recorded
 
 
-def connect(url: str, *, retries: int = 3) -> redis.Redis:
+def connect(url: str, *, retries: int = 3, timeout_s: float = _TIMEOUT_S) -> redis.Redis:
     """A client for `url` (unix://, redis://, rediss://) that has answered once.
 
-    Raises QueueUnreachable. A call on it that fails is tried again up to `retries` times, within
-    a few seconds.
+    Raises QueueUnreachable. A call on it that fails, or that is not answered within `timeout_s`, is
+    tried again up to `retries` times, within a few seconds.
     """
     try:
         client = redis.Redis.from_url(
             url,
             protocol=2,
             decode_responses=False,
-            socket_timeout=_SOCKET_TIMEOUT_S,
-            socket_connect_timeout=_SOCKET_TIMEOUT_S,
+            **tls_options(url),
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
             health_check_interval=15,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries),
         )
@@ -202,12 +208,12 @@ class Queue:
         if not self.client.exists(Key.batch(batch_id)):
             return  # forgotten meanwhile; writing would bring a piece of it back
         milliseconds, number = stream_id.split("-")
-        with self.client.pipeline() as pipe:
-            pipe.hset(Key.batch(batch_id), "exported", stream_id)
-            pipe.xtrim(
-                Key.results(batch_id), minid=f"{milliseconds}-{int(number) + 1}", approximate=False
-            )
-            pipe.execute()
+        # by itself and first: a server whose memory is full takes this, and nothing that may grow
+        self.client.xtrim(
+            Key.results(batch_id), minid=f"{milliseconds}-{int(number) + 1}", approximate=False
+        )
+        with suppress(OutOfMemoryError):  # a note for people; the stream itself says the same
+            self.client.hset(Key.batch(batch_id), "exported", stream_id)
 
     def cancel(self, batch_id: str) -> bool:
         """End a batch: rows without a record get one that says `cancelled`.
@@ -233,6 +239,7 @@ class Queue:
         self._run("cancel", batch_id)  # so that nobody leases what is going away
         for chunk in _chunks(list(self._shard_ids(batch_id)), _CHUNK):
             self._run("drop", batch_id, *chunk)
+            self.client.delete(*(Key.crash(shard_id) for shard_id in chunk))
             if self.mirror:
                 self.mirror.forget(chunk)
         self._run("forget", batch_id)
@@ -309,6 +316,15 @@ class Queue:
         suspicion = CRASH if crashed else 0
         return bool(self._run("release", lease.shard.id, lease.epoch, lease.owner, suspicion))
 
+    def note_crash(self, shard_id: str, crash: Crash) -> None:
+        """Keep how an engine died on the shard, for who holds it next."""
+        self.client.set(Key.crash(shard_id), crash.dump(), ex=_CRASH_KEPT_S)
+
+    def last_crash(self, shard_id: str) -> Crash | None:
+        """What `note_crash` kept last."""
+        data = self.client.get(Key.crash(shard_id))
+        return None if data is None else Crash.parse(data)
+
     def reap(self) -> int:
         """Put back the shards (at most 100) whose lease ran out. Returns how many."""
         reaped = self._run("reap", 100)
@@ -345,11 +361,10 @@ class Queue:
             for key in models:
                 pipe.exists(Key.runnable(key))
             runnable = pipe.execute()
-        return [
-            ModelRef.parse(model)
-            for model, any_ready in zip(models.values(), runnable, strict=True)
-            if any_ready
-        ]
+        ready = [key for key, any_ready in zip(models, runnable, strict=True) if any_ready]
+        known = [_model(models[key]) for key in ready]
+        # a key of another schema is not ours to load: we could not lease its shards
+        return [m for key, m in zip(ready, known, strict=True) if m is not None and m.key == key]
 
     def unfinished(self) -> list[BatchStatus]:
         """Sealed batches with rows that have no record yet."""
@@ -432,6 +447,14 @@ def _script_text() -> str:
     table = ", ".join(f"{name} = '{key}'" for name, key in names.items())
     head = f"local K = {{ {table} }}\nlocal CRASH, EXPIRY, KEEP_S = {CRASH}, {EXPIRY}, {KEEP_S}\n"
     return head + Path(__file__).with_name("queue.lua").read_text(encoding="utf-8")
+
+
+def _model(data: bytes) -> ModelRef | None:
+    """None for what a newer version wrote and we cannot read."""
+    try:
+        return ModelRef.parse(data)
+    except ValidationError:
+        return None
 
 
 def _status(fields: dict[bytes, bytes]) -> BatchStatus:

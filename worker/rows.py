@@ -177,13 +177,14 @@ def failure(
     )
 
 
-def poison(row: JobSpec, worker: str, attempts: int) -> RowResult:
-    """The record of a row on which engine after engine has died."""
+def poison(row: JobSpec, worker: str, attempts: int, last_words: str = "") -> RowResult:
+    """The record of a row on which engine after engine has died; the last one's words are in it."""
+    how = f" ({last_words})" if last_words else ""
     return failure(
         row,
         500,
         ErrorCode.WORKER_LOST.value,
-        f"the engine died {attempts} times while this row was in it; it is not tried again",
+        f"the engine died {attempts} times while this row was in it{how}; it is not tried again",
         metrics=RowMetrics(worker=worker, attempts=attempts),
         status=RowStatus.POISON,
     )
