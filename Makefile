@@ -1,19 +1,24 @@
 # Two commands set everything up on a machine that has Python >= 3.11, make and a package index:
 #   make demo    install and run the bundled batch
 #   make test    install with the test extra and run the tests
+#   make chaos   the same, and break everything that can be broken, for some minutes
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 # Two at a time, a file staying together: many tests wait for processes.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
-.PHONY: demo test check fmt lint types clean
+.PHONY: demo test chaos check fmt lint types clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dflash-batch demo
 
 test: $(VENV)/.tested
 	$(PYTEST)
+
+# All faults, and a table of what each cost.
+chaos: $(VENV)/.tested
+	$(PYTEST) -m "fault or chaos"
 
 check: $(VENV)/.tested lint types
 	$(PYTEST)

@@ -85,6 +85,7 @@ def command(
     common: Common,
     model: str,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     widths: list[int],
@@ -103,7 +104,7 @@ def command(
     """
     if plot:
         _need_matplotlib()
-    ref = model_ref(model, draft, block, dtype)
+    ref = model_ref(model, draft, block, dtype, draft_quant)
     order = {
         **ref.model_dump(),
         "widths": widths,

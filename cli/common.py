@@ -18,6 +18,7 @@ class Common:
 
     home: str | None = None
     redis: str | None = None
+    insecure: bool = False
     quiet: bool = False
     verbose: int = 0
     no_color: bool = False
@@ -77,6 +78,13 @@ _OPTIONS = (
         "--redis",
         metavar="URL",
         help="A Redis or Valkey to use instead of our own. [env: DFLASH_BATCH_REDIS]",
+    ),
+    _option(
+        "--insecure",
+        is_flag=True,
+        envvar="DFLASH_BATCH_INSECURE",
+        help="Take a --redis over which others on the network can read along. "
+        "[env: DFLASH_BATCH_INSECURE]",
     ),
     _option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
     _option("-v", "--verbose", count=True, help="Say more; twice shows where an error arose."),

@@ -28,6 +28,7 @@ def command(
     common: Common,
     model: str | None,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     as_json: bool,
@@ -37,8 +38,8 @@ def command(
     \b
     Example: dflash-batch doctor -m Qwen/Qwen3-4B --redis redis://studio.local
     """
-    ref = model_ref(model, draft, block, dtype) if model else None
-    subject = Subject(home_dir(common.home), given_url(common.redis), ref)
+    ref = model_ref(model, draft, block, dtype, draft_quant) if model else None
+    subject = Subject(home_dir(common.home), given_url(common.redis), ref, common.insecure)
     found = []
     for finding in examine(subject):
         found.append(finding)

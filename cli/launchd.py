@@ -58,6 +58,7 @@ def worker_agent(ctx: click.Context, common: Common, model: ModelRef | None, hom
             continue
         flag = max(option.opts, key=len)
         command += [flag] if option.is_flag else [flag, str(given[name])]
+    command += ["--insecure"] if common.insecure else []
     command += ["--quiet"] if common.quiet else ["--verbose"] * common.verbose
     url = given_url(common.redis)
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}

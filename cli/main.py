@@ -31,13 +31,16 @@ VERBS = {
     "priority": "Say which batch goes first.",
     "drain": "Have workers finish what they hold, and end.",
     "rm": "Remove batches and their results from the queue.",
+    "models": "List, fetch and remove models; check that a pair fits.",
     "bench": "Measure what decoding costs here, for --spec auto.",
     "doctor": "Look whether everything that is needed works here.",
+    "draft": "Train a draft on your own prompts, or measure one.",
     "version": "Print the versions of what is installed.",
 }
 
-_TOGETHER = dict.fromkeys(("pause", "resume", "cancel", "priority", "drain"), "steer")
-"""Verbs that share a module; the others have one of their own, with a `command`."""
+_HOMES = dict.fromkeys(("pause", "resume", "cancel", "priority", "drain"), "steer")
+_HOMES["models"] = "shelf"
+"""Verbs whose module has another name than they."""
 
 WELCOME = """\
 dflash-batch runs files of prompts through a language model, fast, and loses none.
@@ -58,8 +61,8 @@ class Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        module = importlib.import_module(f"dflash_batch.cli.{_TOGETHER.get(cmd_name, cmd_name)}")
-        command = getattr(module, cmd_name if cmd_name in _TOGETHER else "command")
+        module = importlib.import_module(f"dflash_batch.cli.{_HOMES.get(cmd_name, cmd_name)}")
+        command = getattr(module, "command", None) or getattr(module, cmd_name)
         assert isinstance(command, click.Command)
         return command
 

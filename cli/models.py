@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import click
 
+from dflash_batch.decoder.registry import LOOKUP, repo_for, split
 from dflash_batch.worker.contract import ModelRef
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.reader import Reading
@@ -17,6 +18,7 @@ DEMO = "demo"
 """The name of the bundled pair."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DraftQuant = Literal["none", "w4", "w8"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+", re.ASCII)
@@ -29,7 +31,7 @@ class ModelNotFound(UserError):
 
 
 def draft_options(function: _F) -> _F:
-    """How the model is to be run: `--draft`, `--block`, `--dtype`."""
+    """How the model is to be run: `--draft`, `--draft-quant`, `--block`, `--dtype`."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -55,13 +57,21 @@ def model_option(function: _F) -> _F:
     return _MODEL(function)
 
 
-def model_ref(model: str, draft: str, block: int | None, dtype: str) -> ModelRef:
+def model_ref(
+    model: str, draft: str, block: int | None, dtype: str, draft_quant: str = "none"
+) -> ModelRef:
     """The reference for these options; folders become absolute. Raises ModelNotFound."""
+    name, looks_up = split(draft)
+    if name not in ("auto", "none"):
+        name = _place(name)
+    if looks_up:
+        name = LOOKUP if name == "none" else f"{name}+{LOOKUP}"
     return ModelRef(
-        target=_place(model),
-        draft=draft if draft in ("auto", "none") else _place(draft),
+        target=_place(repo_for(model) or model),
+        draft=name,
         block=block,
         dtype=cast(Dtype, dtype),
+        draft_quant=cast(DraftQuant, draft_quant),
     )
 
 
@@ -102,8 +112,17 @@ _OPTIONS = (
         "--draft",
         default="auto",
         show_default=True,
-        metavar="auto|none|MODEL",
-        help="The DFlash draft: the one known for the model, none, or a folder or id.",
+        metavar="auto|none|ngram|MODEL",
+        help="The DFlash draft: the one known for the model, none, or a folder or id. ngram drafts "
+        "by lookup in what was said before, without a draft model; auto+ngram or MODEL+ngram takes "
+        "for each row what promises more.",
+    ),
+    click.option(
+        "--draft-quant",
+        type=click.Choice(["none", "w4", "w8"]),
+        default="none",
+        show_default=True,
+        help="Quantise the draft's weights to 4 or 8 bits when it is loaded. Texts stay the same.",
     ),
     click.option(
         "--block",
@@ -124,7 +143,8 @@ _SPEC = click.option(
     type=click.Choice(["auto", "on", "off"]),
     default="on",
     show_default=True,
-    help="Draft where it pays by what cycles cost here, always, or never. Texts stay the same.",
+    help="Draft where it pays by what cycles cost here, always (but for drafts of which hardly any "
+    "stand), or never. Texts stay the same.",
 )
 _MAX_BATCH = click.option(
     "--max-batch",

@@ -40,7 +40,7 @@ class QueueFailed(UserError):
 @contextmanager
 def open_queue(common: Common) -> Iterator[Queue]:
     """The queue of --redis or of the home. Raises UserError of server.py and queue.py."""
-    with redis_url(common.redis, home_dir(common.home)) as url:
+    with redis_url(common.redis, home_dir(common.home), insecure=common.insecure) as url:
         client = connect(url)
         try:
             yield Queue(client)

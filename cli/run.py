@@ -81,6 +81,7 @@ def command(
     file: str,
     model: str | None,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     spec: Spec,
@@ -103,11 +104,11 @@ def command(
     """
     places = _places(file, output, errors)
     # a wrong name is said before a long file is read
-    ref = model_ref(model, draft, block, dtype) if model else None
+    ref = model_ref(model, draft, block, dtype, draft_quant) if model else None
     with open_screen(common, label(file)) as screen:
         intake = read_input(file, model, screen)
     check_intake(ctx, common, intake, skip=on_invalid == "skip")
-    ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype)
+    ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype, draft_quant)
     options = client.RunOptions(
         digest=intake.reading.digest,
         name=intake.name,
@@ -116,6 +117,7 @@ def command(
         errors=places.errors,
         home=home_dir(common.home),
         redis=common.redis,
+        insecure=common.insecure,
         new=new,
         max_batch=max_batch,
         lease_ttl_s=lease_ttl,

@@ -51,6 +51,7 @@ def command(
     file: str,
     model: str | None,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     on_invalid: str,
@@ -65,12 +66,12 @@ def command(
     \b
     Example: dflash-batch submit batch.jsonl -m Qwen/Qwen3-4B
     """
-    ref = model_ref(model, draft, block, dtype) if model else None
+    ref = model_ref(model, draft, block, dtype, draft_quant) if model else None
     with Spool() as spool:
         with open_screen(common, label(file)) as screen:
             intake = read_input(file, model, screen, spool)
         check_intake(ctx, common, intake, skip=on_invalid == "skip")
-        ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype)
+        ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype, draft_quant)
         salt = uuid.uuid4().hex if new else ""
         batch_id = batch_id_for(intake.reading.digest, ref, salt)
         with open_screen(common, intake.name) as screen, open_queue(common) as queue:

@@ -19,7 +19,7 @@ from dflash_batch.cli.status import worker_line
 from dflash_batch.worker import main as worker_main
 from dflash_batch.worker.conditions import ALWAYS, conditions
 from dflash_batch.worker.contract import Spec
-from dflash_batch.worker.home import cost_dir, home_dir
+from dflash_batch.worker.home import cost_dir, home_dir, pending_dir
 from dflash_batch.worker.server import redis_url
 from dflash_batch.worker.settings import WorkerSettings
 
@@ -76,6 +76,7 @@ def command(
     common: Common,
     model: str | None,
     draft: str,
+    draft_quant: str,
     block: int | None,
     dtype: str,
     spec: Spec,
@@ -96,12 +97,12 @@ def command(
     """
     if ctx.invoked_subcommand is not None:
         return
-    ref = model_ref(model, draft, block, dtype) if model else None
+    ref = model_ref(model, draft, block, dtype, draft_quant) if model else None
     home = home_dir(common.home)
     if launchd is not None:
         agent(launchd, worker_agent(ctx, common, ref, home))
         return
-    with redis_url(common.redis, home) as url:
+    with redis_url(common.redis, home, insecure=common.insecure) as url:
         settings = WorkerSettings(
             redis_url=url,
             model=ref,
@@ -111,6 +112,7 @@ def command(
             spec=spec,
             cost_dir=str(cost_dir(home)),
             only_when=",".join(filter(None, (ALWAYS, only_when))),
+            pending_dir=str(pending_dir(home)),
             burst=burst,
             log_level="DEBUG" if common.verbose else "WARNING" if common.quiet else "INFO",
         )

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from dflash_batch.decoder.engine import Decoder
     from dflash_batch.decoder.errors import DecoderError, LoadError, PromptError
     from dflash_batch.decoder.loading import load_decoder
-    from dflash_batch.decoder.types import Completion, LoadSpec, ModelInfo, Request, Sampling
+    from dflash_batch.decoder.types import (
+        Completion,
+        LoadSpec,
+        ModelInfo,
+        Request,
+        Sampling,
+        Thinking,
+    )
 
 __all__ = [
     "Completion",
@@ -32,12 +39,15 @@ __all__ = [
     "PromptError",
     "Request",
     "Sampling",
+    "Thinking",
     "load_decoder",
 ]
 
 _MODULES = {"Decoder": "engine", "load_decoder": "loading"}
 _MODULES |= dict.fromkeys(["DecoderError", "LoadError", "PromptError"], "errors")
-_MODULES |= dict.fromkeys(["Completion", "LoadSpec", "ModelInfo", "Request", "Sampling"], "types")
+_MODULES |= dict.fromkeys(
+    ["Completion", "LoadSpec", "ModelInfo", "Request", "Sampling", "Thinking"], "types"
+)
 
 
 def __getattr__(name: str) -> Any:

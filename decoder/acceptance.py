@@ -92,8 +92,9 @@ class Coupled:
     def judge(
         self, logits: mx.array, drafts: Drafts, width: mx.array, sampler: Sampler, anchor: mx.array
     ) -> Judged:
-        scores = sampler.scores(logits, drafts.tokens)
-        chosen = sampler.draw(scores, _after(anchor, scores.shape[1]), Purpose.CHOICE)
+        after = _after(anchor, logits.shape[1])
+        scores = sampler.scores(logits, drafts.tokens, position=after)
+        chosen = sampler.draw(scores, after, Purpose.CHOICE)
         return Judged(chosen, drafts.tokens == chosen[:, :-1])
 
 
@@ -111,7 +112,9 @@ class Rejection:
         k = drafts.tokens.shape[1]
         if not k:  # one token of the target, with nothing to reject
             return Coupled().judge(logits, drafts, width, sampler, anchor)
-        p = sampler.probabilities(sampler.scores(logits, drafts.tokens))
+        after = _after(anchor, k + 1)
+        scores = sampler.scores(logits, drafts.tokens, position=after)
+        p = sampler.probabilities(scores)
         own = mx.arange(k)[None] < (width - 1)[:, None]
         # Where the row has no draft there is nothing to subtract; a draft that was not drawn
         # was certain.
@@ -167,8 +170,9 @@ def _drawn(proposal: Proposal, sampler: Sampler, anchor: mx.array, purpose: Purp
     """Drafts by the drafter's logits after the row's own processing; as they are without logits."""
     if proposal.logits is None or not proposal.tokens.shape[1]:
         return Drafts(proposal.tokens)
-    scores = sampler.scores(proposal.logits)
-    tokens = sampler.draw(scores, _after(anchor, scores.shape[1]), purpose)
+    after = _after(anchor, proposal.logits.shape[1])
+    scores = sampler.scores(proposal.logits, position=after)
+    tokens = sampler.draw(scores, after, purpose)
     return Drafts(tokens, scores)
 
 

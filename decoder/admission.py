@@ -6,11 +6,13 @@ cycles, so a long prompt does not hold them up; while none does, prompts run thr
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple
 
+from dflash_batch.decoder.echo import Scorer
 from dflash_batch.decoder.prefill import Prefiller, Staged, Start
 from dflash_batch.decoder.row import Row
 
@@ -39,8 +41,9 @@ class Rider(NamedTuple):
 class Admission:
     """The rows that wait, and the group that is on its way in."""
 
-    def __init__(self, prefiller: Prefiller) -> None:
+    def __init__(self, prefiller: Prefiller, scorer: Scorer) -> None:
         self._prefiller = prefiller
+        self._scorer = scorer
         self._waiting: deque[Row] = deque()
         self._group: list[Row] = []
         self._run: Generator[None, None, Staged] | None = None
@@ -120,15 +123,22 @@ class Admission:
         return None
 
     def _begin(self, free: int) -> None:
-        ahead = self._ahead()
-        prompts = [row.prompt for row in ahead]
-        count = self._prefiller.group(prompts, free)
+        prompts = [row.prompt for row in self._ahead()]
+        scored = self._waiting[0].request.scored
+        most = self._scorer.group if scored else self._prefiller.group
+        count = most(prompts, free)
         self._group = [self._waiting.popleft() for _ in range(count)]
-        self._run = self._prefiller.run(prompts[:count], prompts[count:])
+        if scored:
+            self._run = self._scorer.run(self._group)
+        else:
+            self._run = self._prefiller.run(prompts[:count], prompts[count:])
         self._started = time.perf_counter()
 
     def _ahead(self) -> list[Row]:
-        return [self._waiting[i] for i in range(min(LOOK_AHEAD, len(self._waiting)))]
+        """Rows at the head that come in alike: all scored, or none."""
+        ahead = itertools.islice(self._waiting, LOOK_AHEAD)
+        scored = self._waiting[0].request.scored
+        return list(itertools.takewhile(lambda row: row.request.scored == scored, ahead))
 
     def _leave(self) -> None:
         if self._run is not None:

@@ -42,6 +42,7 @@ class Order:
 
     target: str
     draft: str = "auto"
+    draft_quant: Any = "none"
     block: int | None = None
     dtype: Any = "auto"
     widths: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -144,6 +145,7 @@ def run(order: Order, progress: Progress) -> dict[str, Any]:
     spec = LoadSpec(
         target=order.target,
         draft=order.draft,
+        draft_quant=order.draft_quant,
         block=order.block,
         dtype=order.dtype,
         max_batch=max(order.widths),

@@ -50,6 +50,11 @@ class Slots:
         self.anchor = mx.where(here, mx.array(anchor, dtype=mx.int32), self.anchor)
         self.remaining = mx.where(here, mx.array(remaining, dtype=mx.int32), self.remaining)
 
+    def allow(self, row: int, more: int) -> None:
+        """Let a row emit `more` tokens beyond what it may now, cycles in flight included."""
+        here = mx.arange(self.rows, dtype=mx.int32) == row
+        self.remaining = self.remaining + mx.where(here, mx.array(more, dtype=mx.int32), 0)
+
     def select(self, rows: list[int]) -> None:
         """Keep the rows named, in that order."""
         index = mx.array(rows, dtype=mx.int32)
@@ -82,6 +87,7 @@ class Verdict(NamedTuple):
     accepted: mx.array  # [R] drafts that stand
     width: mx.array  # [R] the row's block length
     drafts: mx.array  # [R, k]; the first width[r]-1 are row r's
+    sound: mx.array  # bool [R]: the logits at the row's tokens are numbers
 
 
 def cycle(
@@ -104,6 +110,8 @@ def cycle(
         rides = ride.width > 0
         anchor, width = mx.where(rides, ride.tokens[:, 0], anchor), mx.where(rides, 1, width)
     proposal = drafter.propose(slots.draft, anchor, width, k)
+    if proposal.meant is not None:
+        width = mx.minimum(width, proposal.meant + 1)
     drafts = rule.draft(proposal, slots.sampler, slots.lens.offset)
     if ride is not None:
         given = mx.where(rides[:, None], ride.tokens[:, 1:], drafts.tokens)
@@ -134,9 +142,18 @@ def cycle(
     if ride is not None:
         first = mx.where(rides, keep - 1, first)
         emitted = mx.where(rides, ride.ends, keep)
-    slots.remaining = slots.remaining - emitted
+    fit = sound(logits, mx.arange(k + 1, dtype=mx.int32)[None] < keep[:, None])
+    slots.remaining = mx.where(fit, slots.remaining - emitted, 0)
     timer("commit", slots.anchor, *slots.arena.arrays())
-    return Verdict(chosen, first, emitted, accepted, width, drafts.tokens), logits
+    return Verdict(chosen, first, emitted, accepted, width, drafts.tokens, fit), logits
+
+
+def sound(logits: mx.array, used: mx.array) -> mx.array:
+    """Bool [R]: no NaN or +inf in the logits [R, T, V] of the positions `used` (bool [R, T]).
+
+    -inf alone is a token ruled out. The largest logit tells: it is NaN where any is.
+    """
+    return (mx.isfinite(mx.max(logits, axis=-1)) | ~used).all(axis=1)
 
 
 def prefill(
@@ -146,11 +163,21 @@ def prefill(
 
     Returns the target's logits after the last of them, [R, V] (of no meaning where count is 0).
     """
+    hidden = run(slots, target, drafter, tokens, count)
+    last = mx.maximum(count - 1, 0)[:, None, None]
+    return target.logits(mx.take_along_axis(hidden, last, axis=1))[:, 0]
+
+
+def run(
+    slots: Slots, target: Target, drafter: Drafter, tokens: mx.array, count: mx.array
+) -> mx.array:
+    """Run and commit tokens int32 [R, T] that are given, of which the first count[r] are row r's.
+
+    Returns the target's hidden states [R, T, h], before its final norm.
+    """
     slots.lens.open(tokens.shape[1], keep=count)
     seen = target.forward(tokens, slots.arena, drafter.spec.taps)
-    last = mx.maximum(count - 1, 0)[:, None, None]
-    hidden = mx.take_along_axis(seen.hidden, last, axis=1)
     drafter.commit(slots.draft, tokens, seen.features, count)
     slots.arena.commit(count)
     slots.lens.advance(count)
-    return target.logits(hidden)[:, 0]
+    return seen.hidden

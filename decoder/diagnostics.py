@@ -28,7 +28,25 @@ from dflash_batch.decoder.types import Completion, ModelInfo
 
 SCHEMA = 1
 
-HIDDEN = ("token_ids", "text", "reasoning", "logprobs", "prompt_logprobs", "drafted_per_cycle")
+JOB = (
+    "uid",
+    "finish_reason",
+    "prompt_tokens",
+    "prefill_tokens",
+    "cached_tokens",
+    "reasoning_tokens",
+    "cycles",
+    "draft_tokens",
+    "accepted_tokens",
+    "batch_width",
+    "wait_ms",
+    "prefill_ms",
+    "ttft_ms",
+    "decode_ms",
+    "spec",
+    "emitted_per_cycle",
+)
+"""What is written of a row: numbers."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ class Diagnostics(Parts):
         self._cycles.write(json.dumps(line) + "\n")
 
     def job(self, completion: Completion) -> None:
-        facts = {k: v for k, v in asdict(completion).items() if k not in HIDDEN}
+        facts: dict[str, Any] = {name: getattr(completion, name) for name in JOB}
         facts["output_tokens"] = len(completion.token_ids)
         facts["at_s"] = round(time.perf_counter() - self._start, 4)
         self._jobs.write(json.dumps(facts) + "\n")

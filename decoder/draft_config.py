@@ -17,6 +17,7 @@ _NESTED = {
     "target_layer_ids",
     "num_target_layers",
     "causal",
+    "is_causal",
     "final_logit_softcapping",
     "input_embedding_scale",
     "output_multiplier",
@@ -32,8 +33,26 @@ _EXTENSIONS = {
     "draft_vocab_size",
     "quantization_config",
     "target_hidden_size",
+    "selector_vocab_size",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "aux_hidden_state_layer_ids",
+    "eagle_aux_hidden_state_layer_ids",
+    "speculators_model_type",
+    "speculators_config",
 }
-"""Third-party keys that change what the draft computes; none is implemented."""
+"""Keys that change what the draft computes; none is implemented. The last ones are of DSpark and of
+speculators checkpoints, whose taps are counted from the embedding."""
+
+_SAME = {
+    "draft_vocab_size": "vocab_size",
+    "selector_vocab_size": "vocab_size",
+    "target_hidden_size": "hidden_size",
+}
+"""Extensions that change nothing where they repeat another key."""
+
+_ROPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 _V2 = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
 """Keys of `dflash_config` that a DFlash 2 draft must have, and a DFlash draft cannot."""
@@ -77,6 +96,7 @@ class DraftConfig:
     embedding_scale: float
     output_multiplier: float
     second: SecondGeneration | None = None  # of a DFlash 2 draft
+    quant: str = "none"  # what its weights were quantised to when loaded
 
     @staticmethod
     def parse(config: dict[str, Any]) -> DraftConfig:
@@ -101,6 +121,8 @@ class DraftConfig:
         theta, scaling = _rope(config)
         windows, causal = _attention(config, nested, layers)
         heads = int(need("num_attention_heads"))
+        if config.get("hidden_act", "silu") != "silu":
+            raise LoadError(f"the draft's hidden_act {config['hidden_act']} is not supported")
         hidden = int(need("hidden_size"))
         softcap = find("final_logit_softcapping")
         return DraftConfig(
@@ -145,8 +167,12 @@ def _kind(config: dict[str, Any], nested: dict[str, Any]) -> str:
     if kind is None:
         raise LoadError(f"this is not a DFlash draft: its config.json says {named[0]}")
     known = _NESTED | _V2 if kind == "DFlash2DraftModel" else _NESTED
-    set_keys = {k for k, v in config.items() if v not in (None, False)}
-    unknown = sorted((_EXTENSIONS & set_keys) | (set(nested) - known))
+    said = {
+        key: value
+        for key, value in (*config.items(), *nested.items())
+        if value not in (None, False, 0) and value != config.get(_SAME.get(key, ""), ())
+    }
+    unknown = sorted((_EXTENSIONS & said.keys()) | (nested.keys() - known - _EXTENSIONS))
     if unknown:
         raise LoadError(
             "the draft's config.json uses extensions that are not supported: " + ", ".join(unknown)
@@ -157,13 +183,18 @@ def _kind(config: dict[str, Any], nested: dict[str, Any]) -> str:
 def _rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     """Base and scaling, from `rope_theta` + `rope_scaling` or from `rope_parameters`."""
     nested = config.get("rope_parameters") or {}
+    by_kind = [value for value in nested.values() if isinstance(value, dict)]
+    if by_kind:
+        if any(value != by_kind[0] for value in by_kind):
+            raise LoadError("the draft's rope_parameters differ by layer_types: not supported")
+        nested = by_kind[0]
     theta = config.get("rope_theta", nested.get("rope_theta"))
     if theta is None:
         raise LoadError("the draft's config.json has no rope_theta; it cannot be guessed")
     scaling = config.get("rope_scaling") or (nested or None)
     kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if kind == "dynamic":
-        raise LoadError("the draft uses dynamic NTK rope scaling, which is not supported")
+    if kind not in _ROPES:
+        raise LoadError(f"the draft uses {kind} rope scaling, which is not supported")
     return float(theta), None if kind == "default" else scaling
 
 
@@ -172,8 +203,8 @@ def _attention(
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and in-block causality of each layer.
 
-    `is_causal` at top level holds for all layers, else `dflash_config.causal` does; without
-    either, a layer is causal inside the block iff it slides.
+    `is_causal` at top level holds for all layers, else `dflash_config.causal` does, or one of the
+    two in the other's place; without any, a layer is causal inside the block iff it slides.
     """
     kinds = config.get("layer_types") or ["full_attention"] * layers
     if len(kinds) != layers:
@@ -185,7 +216,8 @@ def _attention(
     window: int | None = config.get("sliding_window")
     if any(sliding) and not window:
         raise LoadError("the draft has sliding layers but no sliding_window")
-    fixed = config.get("is_causal", nested.get("causal"))
+    places = ((config, "is_causal"), (nested, "causal"), (nested, "is_causal"), (config, "causal"))
+    fixed = next((place[key] for place, key in places if place.get(key) is not None), None)
     return (
         tuple(window if s else None for s in sliding),
         tuple(s if fixed is None else bool(fixed) for s in sliding),

@@ -12,7 +12,7 @@ states; the block's own are written to the same arena right of them and never co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -241,6 +241,9 @@ class DFlashDrafter:
     ) -> None:
         assert features is not None
         state.take(features)
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        pass
 
     @staticmethod
     def _mask(lens: Lens, width: mx.array, window: int | None, causal: bool) -> mx.array:

@@ -6,6 +6,7 @@ verification, acceptance, lengths and the target's cache; it decides how many to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from dflash_batch.decoder.arena import Lens
 class DrafterSpec:
     """What is known of a drafter once it is loaded."""
 
-    kind: str  # "none", "dflash", …
+    kind: str  # "none", "dflash", "ngram", "dflash+ngram"
     taps: tuple[int, ...] = ()  # target layers whose output it reads, in this order
     max_k: int = 0  # most drafts a cycle
     bytes_per_token: int = 0  # of its own state, for admission
@@ -29,6 +30,7 @@ class Proposal(NamedTuple):
 
     tokens: mx.array  # int32 [R, k]: the most likely ones
     logits: mx.array | None = None  # [R, k, V], where the drafter has them: rows that sample draw
+    meant: mx.array | None = None  # int32 [R]: how many of them are meant; None: all
 
 
 class DrafterState(Protocol):
@@ -78,6 +80,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """A row has ended; other rows of its job may say the same."""
+        ...
+
 
 class _Nothing:
     """The state of a drafter that remembers nothing."""
@@ -106,10 +112,13 @@ class NoDrafter:
         return _Nothing()
 
     def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
-        assert k == 0
-        return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
+        none = mx.zeros((anchor.shape[0], k), dtype=mx.int32)
+        return Proposal(none, meant=mx.zeros((anchor.shape[0],), dtype=mx.int32))
 
     def commit(
         self, state: Any, tokens: mx.array, features: mx.array | None, keep: mx.array
     ) -> None:
+        pass
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         pass

@@ -18,10 +18,13 @@ import numpy as np
 
 from dflash_batch.decoder.acceptance import Coupled, Greedy, Rule
 from dflash_batch.decoder.admission import STALL, Admission, Group, Rider
-from dflash_batch.decoder.cycle import Ride, Slots, Verdict, cycle, untimed
+from dflash_batch.decoder.answer import answer
+from dflash_batch.decoder.cycle import Ride, Slots, Verdict, cycle, sound, untimed
 from dflash_batch.decoder.diagnostics import CycleFacts, Watch
 from dflash_batch.decoder.drafters import Drafter, Proposal
+from dflash_batch.decoder.echo import Scorer
 from dflash_batch.decoder.errors import PromptError
+from dflash_batch.decoder.force import force
 from dflash_batch.decoder.logprobs import Shown, show
 from dflash_batch.decoder.memory import Budget
 from dflash_batch.decoder.policy import (
@@ -36,14 +39,14 @@ from dflash_batch.decoder.prefill import Prefiller, Staged
 from dflash_batch.decoder.row import Row
 from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
-from dflash_batch.decoder.text import Detokenizer, StopStrings, cut
+from dflash_batch.decoder.text import StopStrings
+from dflash_batch.decoder.thinking import Thoughts, thinking_of
 from dflash_batch.decoder.types import (
-    Candidate,
     Completion,
     Load,
     ModelInfo,
     Request,
-    TokenLogprob,
+    Thinking,
 )
 
 RIDE = 2
@@ -102,7 +105,8 @@ class Decoder:
         self._gpu = mx.default_device() == mx.gpu
         self._depth = int(self._gpu) if depth is None else depth
         self._greedy, self._sampling = Greedy(), sampling or Coupled()
-        self._admission = Admission(Prefiller(target, drafter))
+        prefiller = Prefiller(target, drafter)
+        self._admission = Admission(prefiller, Scorer(target, drafter, prefiller.chunk))
         self._watch = watch
         self._budget = Budget(target, drafter, memory)
         self._slots = Slots(1, target, drafter)
@@ -118,11 +122,17 @@ class Decoder:
         """What decodes here, for those who measure it."""
         return self._target, self._drafter
 
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self._tokenizer
+
     # Prompts
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat by the model's own template, ready for the answer.
 
+        `options` go to the template: enable_thinking, add_generation_prompt, …
         Raises PromptError: tokenizer_missing, chat_template_missing, chat_template_error.
         """
         tokenizer = self._need_tokenizer("messages")
@@ -134,7 +144,10 @@ class Decoder:
             )
         try:
             ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages,
+                **{"add_generation_prompt": True, **options},
+                tokenize=True,
+                return_dict=False,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as e:
             raise PromptError(
@@ -147,6 +160,13 @@ class Decoder:
     def encode_text(self, text: str) -> list[int]:
         """Token ids of plain text, with the first token the tokenizer sets by itself, if any."""
         return [int(i) for i in self._need_tokenizer("prompt").encode(text)]
+
+    def thinking(self, prompt: Sequence[int], *, continued: bool = False) -> Thinking | None:
+        """The thinking block of a chat that was encoded to `prompt`; None: the model has none.
+
+        `continued`: its last message is to be gone on with.
+        """
+        return thinking_of(self._need_tokenizer("messages"), prompt, continued=continued)
 
     def _need_tokenizer(self, param: str) -> Any:
         if self._tokenizer is None:
@@ -170,13 +190,13 @@ class Decoder:
                     f"token id {token} is outside the vocabulary of {self.info.vocab_size:,}"
                 )
         limit = self.info.context_length
-        if len(prompt) + (max_tokens or 1) > limit:
+        if len(prompt) + (1 if max_tokens is None else max_tokens) > limit:
             budget = "" if max_tokens is None else f" with max_tokens {max_tokens:,}"
             raise PromptError(
                 f"prompt has {len(prompt):,} tokens; limit is {limit:,}{budget}",
                 code="context_length_exceeded",
             )
-        return max_tokens or min(DEFAULT_MAX_TOKENS, limit - len(prompt))
+        return min(DEFAULT_MAX_TOKENS, limit - len(prompt)) if max_tokens is None else max_tokens
 
     # Rows in and out
 
@@ -190,7 +210,13 @@ class Decoder:
                 code="out_of_memory",
             )
         eos = frozenset[int]() if request.ignore_eos else self.info.eos_token_ids
-        watch = StopStrings(self._need_tokenizer("stop"), request.stop) if request.stop else None
+        watch = thoughts = None
+        if request.stop:
+            tokenizer = self._need_tokenizer("stop")
+            skip = request.skip_special_tokens
+            watch = StopStrings(tokenizer, request.stop, skip_special=skip)
+        if request.thinking is not None:
+            thoughts = Thoughts(request.thinking, self._need_tokenizer("messages"))
         self._admission.add(
             Row(
                 request=request,
@@ -198,6 +224,7 @@ class Decoder:
                 added=time.perf_counter(),
                 stops=eos | request.stop_token_ids,
                 watch=watch,
+                thoughts=thoughts,
             )
         )
 
@@ -207,6 +234,11 @@ class Decoder:
             if row is not None and row.request.uid == uid:
                 row.cancelled = True
         self._admission.drop_cancelled()
+
+    def narrow(self, rows: int) -> None:
+        """Take in no more than `rows` at once from here on; those that run go on."""
+        self._max_batch = max(1, min(rows, self._max_batch))
+        mx.clear_cache()
 
     def load(self) -> Load:
         """Rows waiting, and rows decoding."""
@@ -219,6 +251,7 @@ class Decoder:
     def step(self) -> list[Completion]:
         """Admit what fits, run one cycle, and return the rows that ended."""
         over = self._admit()
+        self._steer()
         if any(row is not None and not row.over for row in self._rows):
             self._flights.append(self._launch())
             while len(self._flights) > self._depth:
@@ -228,7 +261,20 @@ class Decoder:
             self._flights.clear()
         over += self._retire()
         now = time.perf_counter()
-        done = [self._completion(row, now) for row in over if not row.cancelled]
+        ended = [row for row in over if not row.cancelled]
+        for row in ended:
+            if row.fault is None:
+                self._drafter.learn(row.request.prompt, row.tokens)
+        done = [
+            answer(
+                row,
+                self._tokenizer,
+                now,
+                self.policy.effective(row.cycles, row.plain),
+                self.policy.notice or self.info.draft_notice,
+            )
+            for row in ended
+        ]
         if self._watch is not None:
             for completion in done:
                 self._watch.job(completion)
@@ -266,6 +312,29 @@ class Decoder:
         mx.clear_cache()
 
     # One cycle
+
+    def _steer(self) -> None:
+        """Let rows with a thinking budget go on, and close the thinking where it is spent.
+
+        The device stops such a row where its budget may end; from there the host leads.
+        """
+        for slot, row in enumerate(self._rows):
+            if row is None or row.over or row.thoughts is None:
+                continue
+            if missing := row.thoughts.missing:
+                self._force(slot, row, missing)
+            elif row.reach != row.reachable:
+                self._slots.allow(slot, row.reachable - row.reach)
+                row.reach = row.reachable
+
+    def _force(self, slot: int, row: Row, tokens: Sequence[int]) -> None:
+        self._disturb()
+        pair, anchor = self.pair, row.tokens[-1]
+        logits = force(self._slots, slot, row.committed, anchor, tokens, *pair)
+        kept = row.take(tokens)
+        if row.request.logprobs is not None:
+            row.show(show(logits, mx.array([tokens], dtype=mx.int32)), 0, 0, kept)
+        self._place(slot, row, row.committed, anchor=row.tokens[-1])
 
     def _launch(self) -> _Flight:
         live = [row for row in self._rows if row is not None and not row.over]
@@ -324,12 +393,17 @@ class Decoder:
         return -(-(lens.bound + 1) // lens.step) * lens.step
 
     def _land(self, flight: _Flight) -> None:
-        chosen, first, emitted, accepted, width, drafts = (np.array(a) for a in flight.verdict)
+        chosen, first, emitted, accepted, width, drafts, fit = map(np.array, flight.verdict)
         seconds = self._lap()
         outcomes = []
         for slot, row in enumerate(flight.rows):
             if row is None or row.over:
                 continue
+            if not fit[slot]:
+                row.fail()
+                continue
+            # Where a row had fewer drafts than there was room for, the rest counts as refused.
+            room = min(flight.tokens - 1, row.left)
             begin = int(first[slot])
             kept = row.take(chosen[slot, begin : begin + emitted[slot]].tolist())
             if flight.shown is not None:
@@ -337,7 +411,7 @@ class Decoder:
             if slot in flight.rode:
                 row.first = self._landed_at
                 continue
-            outcomes.append(RowOutcome(row.request.uid, int(width[slot]) - 1, int(accepted[slot])))
+            outcomes.append(RowOutcome(row.request.uid, room, int(accepted[slot])))
             row.cycles += 1
             row.plain += flight.tokens == 1
             row.drafted += int(width[slot]) - 1
@@ -380,6 +454,7 @@ class Decoder:
     def _retire(self) -> list[Row]:
         """Take out the rows that ended, and narrow the arena when it has become too wide."""
         over = [row for row in self._rows if row is not None and row.over]
+        ill = any(row.fault is not None for row in over)
         for slot, row in enumerate(self._rows):
             if row is not None and row.over:
                 self._rows[slot] = None
@@ -388,58 +463,12 @@ class Decoder:
         live = self._live
         if not live:
             self._slots, self._rows = Slots(1, self._target, self._drafter), [None]
+        elif ill:
+            # A masked NaN still spoils a sum: the slot's next row must not find it there.
+            self._resize(len(self._rows))
         elif arena_width(live) < len(self._rows) and not (self._admission.coming or self._free()):
             self._resize(arena_width(live))
         return over
-
-    def _completion(self, row: Row, now: float) -> Completion:
-        request = row.request
-        return Completion(
-            uid=request.uid,
-            token_ids=tuple(row.tokens),
-            text=self._text(row),
-            finish_reason=row.reason or "stop",
-            prompt_tokens=len(request.prompt),
-            prefill_tokens=row.computed,
-            cached_tokens=len(request.prompt) - row.computed,
-            cycles=row.cycles,
-            spec=self.policy.effective(row.cycles, row.plain),
-            draft_tokens=row.drafted,
-            accepted_tokens=row.accepted,
-            batch_width=row.width,
-            wait_ms=1e3 * (row.started - row.added),
-            prefill_ms=1e3 * (row.first - row.started),
-            ttft_ms=1e3 * (row.first - row.added),
-            decode_ms=1e3 * (now - row.first),
-            seed=request.sampling.seed if request.sampling.random else None,
-            logprobs=None if request.logprobs is None else self._logprobs(row),
-            emitted_per_cycle=tuple(row.emitted_per_cycle) if request.trace else None,
-            drafted_per_cycle=tuple(row.drafted_per_cycle) if request.trace else None,
-        )
-
-    def _text(self, row: Row) -> str:
-        if self._tokenizer is None:
-            return ""
-        # Decoded whole at the end: pieces joined can differ at their seams for some tokenizers.
-        ids = row.tokens[:-1] if row.tokens[-1] in row.stops else row.tokens
-        return cut(self._tokenizer.decode(ids, skip_special_tokens=True), row.request.stop)
-
-    def _logprobs(self, row: Row) -> tuple[TokenLogprob, ...]:
-        pieces = Detokenizer(self._tokenizer) if self._tokenizer is not None else None
-        offset, logprobs = 0, []
-        for token, (own, top) in zip(row.tokens, row.logprobs, strict=True):
-            others = tuple(Candidate(other, self._piece(other), log) for other, log in top)
-            chosen = Candidate(token, self._piece(token), own)
-            logprobs.append(TokenLogprob(chosen, others, offset))
-            offset += len(pieces.push(token)) if pieces is not None else 0
-        return tuple(logprobs)
-
-    def _piece(self, token: int) -> str:
-        """A token as text; by its number where there is no tokenizer."""
-        if self._tokenizer is None:
-            return f"token_id:{token}"
-        piece: str = self._tokenizer.decode([token])
-        return piece
 
     # Admission
 
@@ -473,18 +502,25 @@ class Decoder:
     def _may_ride(self, row: Row) -> bool:
         # What rides is given, not drafted: a penalty must not count it as text, and a rule must
         # not draw the token behind it from what would be left of a draft.
-        return self._sampling.position_wise and not row.request.sampling.penalised
+        request = row.request
+        return self._sampling.position_wise and not (request.sampling.penalised or request.echo)
 
     def _seat(self, group: Group) -> list[Row]:
         """Give a group its first tokens and slots; return the rows that ended with them."""
         rows, started, staged = group
         first, shown = self._first(rows, staged)
+        fit = np.array(sound(staged.logits[:, None], mx.ones((len(rows), 1), dtype=mx.bool_)))
         now = time.perf_counter()
         for i, row in enumerate(rows):
             row.started, row.first, row.computed = started, now, staged.computed[i]
-            row.take([first[i]])
-            if shown is not None:
-                row.show(shown, i, 0, 1)
+            if not fit[i]:
+                row.fail()
+            elif row.left == 0:  # only the prompt was of interest
+                row.reason = "length"
+            else:
+                row.take([first[i]])
+                if shown is not None:
+                    row.show(shown, i, 0, 1)
         live = [(row, i) for i, row in enumerate(rows) if not row.over]
         source = staged.slots
         for slot, (row, i) in zip(self._room(len(live)), live, strict=True):
@@ -504,7 +540,9 @@ class Decoder:
             self._place(slot, row, start.length, anchor=0)
 
     def _place(self, slot: int, row: Row, length: int, anchor: int) -> None:
-        self._slots.place(slot, length=length, anchor=anchor, remaining=row.left)
+        row.reach = row.reachable
+        remaining = row.reach - len(row.tokens)
+        self._slots.place(slot, length=length, anchor=anchor, remaining=remaining)
         self._slots.sampler.place(slot, row.request.sampling, row.request.prompt, row.tokens)
         self._rows[slot] = row
 
@@ -528,7 +566,7 @@ class Decoder:
     def _free(self) -> int:
         """How many rows to admit now."""
         taken = self._live + self._admission.coming
-        ready = min(self._max_batch - taken, len(self._admission.waiting))
+        ready = max(0, min(self._max_batch - taken, len(self._admission.waiting)))
         more = self.policy.admit_more(taken, ready, self._context()) if ready else 0
         while more and not self._fit(more):
             more -= 1
@@ -555,7 +593,7 @@ class Decoder:
         """Give the arena `width` rows: the live ones first, the rest idle."""
         self._disturb()
         live = [slot for slot, row in enumerate(self._rows) if row is not None]
-        self._slots.select(live + [0] * (width - len(live)))
+        self._slots.select(live + (live or [0])[:1] * (width - len(live)))
         self._rows = [self._rows[slot] for slot in live] + [None] * (width - len(live))
         for slot in range(len(live), width):
             self._slots.place(slot, length=0, anchor=0, remaining=0)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import jinja2.meta
 import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import snapshot_download
@@ -19,6 +22,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
 from dflash_batch.decoder import demo, registry
+from dflash_batch.decoder.composite import CompositeDrafter
 from dflash_batch.decoder.draft2_model import DFlash2Drafter, Draft2Model
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
@@ -26,11 +30,12 @@ from dflash_batch.decoder.drafters import Drafter, NoDrafter
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.measured import cost_key, policy_for
+from dflash_batch.decoder.quantise import quantise
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
 from dflash_batch.decoder.targets.gemma4 import Gemma4Target
 from dflash_batch.decoder.targets.qwen3_5 import Qwen35Target
-from dflash_batch.decoder.types import LoadSpec, ModelInfo, Progress
+from dflash_batch.decoder.types import DraftQuant, LoadSpec, ModelInfo, Progress
 
 FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
     "llama": DenseTarget,
@@ -44,6 +49,9 @@ FAMILIES: dict[str, Callable[[nn.Module, str, int], Target]] = {
 """mlx-lm architectures we have a layer loop for. Others that mlx-lm maps onto these also work."""
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+LOOKUP_BLOCK, LOOKUP_MOST = 16, 64
+"""Tokens of a block when lookup drafts alone: by default, and at most."""
 
 CACHE_LIMIT = 1 << 30
 """Bytes of freed buffers MLX may keep for reuse. Its own default is all of the memory."""
@@ -80,6 +88,9 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
         eos_token_ids=frozenset(eos),
         has_tokenizer=tokenizer is not None,
         has_chat_template=tokenizer is not None and bool(tokenizer.has_chat_template),
+        calls_tools=tokenizer is not None and bool(tokenizer.has_tool_calling),
+        template_names=template_names(tokenizer),
+        draft_quant=spec.draft_quant if drafter.spec.taps else "none",
     )
     progress("ready", 1.0)
     return Decoder(
@@ -92,8 +103,8 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
     )
 
 
-def find(name: str) -> Path:
-    """The folder of a model: the one named, or a download from Hugging Face."""
+def find(name: str, revision: str | None = None) -> Path:
+    """The folder of a model: the one named, or a download from Hugging Face at a revision."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -103,7 +114,7 @@ def find(name: str) -> Path:
             "Hugging Face id such as Qwen/Qwen3-4B"
         )
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_FILES))
     except LocalEntryNotFoundError as e:
         raise LoadError(
             f"{name}: not in the local Hugging Face cache, and the hub cannot be reached "
@@ -177,28 +188,48 @@ def _parameters(model: nn.Module) -> dict[str, mx.array]:
 
 def load_drafter(spec: LoadSpec, target: Target) -> tuple[Drafter, str | None, str | None]:
     """The drafter, its name, and a notice when one was looked for and not found."""
-    if spec.draft == "none" or spec.spec == "off":
+    if spec.spec == "off":
         return NoDrafter(), None, None
-    name: str | None = spec.draft
-    if spec.draft == "auto":
-        name = registry.draft_for(spec.target)
-        if name is None:
-            return NoDrafter(), None, "no draft is known for this target: plain decoding"
-    assert name is not None
+    name, looks_up = registry.split(spec.draft)
+    model, shown, notice = _load_model_drafter(name, spec, target)
+    if not looks_up:
+        return model, shown, notice and f"plain decoding: {notice}"
+    if shown is not None:
+        return CompositeDrafter(model), f"{shown}+{registry.LOOKUP}", None
+    block = LOOKUP_BLOCK if spec.block is None else spec.block
+    if not 2 <= block <= LOOKUP_MOST:
+        raise LoadError(f"block {block} does not fit lookup, which drafts 2 to {LOOKUP_MOST}")
+    return CompositeDrafter(model, block), registry.LOOKUP, notice and f"lookup alone: {notice}"
+
+
+def _load_model_drafter(
+    name: str, spec: LoadSpec, target: Target
+) -> tuple[Drafter, str | None, str | None]:
+    """The draft model, its name, and why there is none where one was looked for."""
+    draft: registry.Draft | None = registry.Draft(name)
+    if name == "none":
+        return NoDrafter(), None, None
+    if name == "auto":
+        draft = registry.draft_for(spec.target)
+        if draft is None:
+            return NoDrafter(), None, "no draft is known for this target"
+    assert draft is not None
     try:
-        folder = find(name)
+        folder = find(draft.name, draft.revision)
     except LoadError as e:
-        if spec.draft != "auto":
+        if name != "auto":
             raise
-        return NoDrafter(), None, f"plain decoding, since its draft is not to be had: {e}"
-    shown = registry.DEMO if folder == demo.DRAFT_DIR else name
-    return load_dflash(folder, target, spec.block), shown, None
+        return NoDrafter(), None, f"its draft is not to be had: {e}"
+    shown = registry.DEMO if folder == demo.DRAFT_DIR else draft.name
+    return load_dflash(folder, target, spec.block, spec.draft_quant), shown, None
 
 
-def load_dflash(folder: Path, target: Target, block: int | None) -> DFlashDrafter:
+def load_dflash(
+    folder: Path, target: Target, block: int | None, quant: DraftQuant = "none"
+) -> DFlashDrafter:
     """A DFlash draft for a target. Raises LoadError with the reason when the pair does not fit."""
     try:
-        config = DraftConfig.parse(read_config(folder))
+        config = replace(DraftConfig.parse(read_config(folder)), quant=quant)
     except LoadError as e:
         raise LoadError(f"{folder}: {e}") from e
     for what, ours, theirs in (
@@ -223,6 +254,10 @@ def load_dflash(folder: Path, target: Target, block: int | None) -> DFlashDrafte
     second = config.second is not None
     model = Draft2Model(config) if second else DraftModel(config)
     _fill(model, folder / "model.safetensors", target.dtype)
+    try:
+        quantise(model, quant)
+    except LoadError as e:
+        raise LoadError(f"{folder}: {e}") from e
     drafter = DFlash2Drafter if second else DFlashDrafter
     return drafter(model, config, target, block or config.block_size)
 
@@ -235,6 +270,7 @@ def _fill(model: nn.Module, path: Path, dtype: mx.Dtype) -> None:
         weights: dict[str, mx.array] = mx.load(str(path))  # type: ignore[assignment]
     except (RuntimeError, ValueError) as e:
         raise LoadError(f"{path}: cannot be read: {_first_line(e)}") from e
+    weights = {_public_name(name): array for name, array in weights.items()}
     wanted = {name: array.shape for name, array in _parameters(model).items()}
     odd = [f"{name} is missing" for name in sorted(wanted.keys() - weights.keys())]
     odd += [f"{name} is not known" for name in sorted(weights.keys() - wanted.keys())]
@@ -248,6 +284,21 @@ def _fill(model: nn.Module, path: Path, dtype: mx.Dtype) -> None:
         raise LoadError(f"{path}: not a DFlash draft of this shape: {'; '.join(odd[:3])}{more}")
     model.load_weights([(name, array.astype(dtype)) for name, array in weights.items()])
     mx.eval(model.parameters())
+
+
+def _public_name(name: str) -> str:
+    """A tensor's name as the public layout has it; some checkpoints spell a few otherwise."""
+    for theirs, ours in _RENAMED:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+_RENAMED = (
+    ("encoder.output_norm_enc.", "hidden_norm."),
+    ("encoder.fc.", "fc."),
+    ("midlayer.", "layers.0."),
+)
 
 
 def eos_tokens(folder: Path, config: dict[str, Any]) -> set[int]:
@@ -265,6 +316,18 @@ def eos_tokens(folder: Path, config: dict[str, Any]) -> set[int]:
         if ids is not None:
             found |= {int(i) for i in (ids if isinstance(ids, list) else [ids])}
     return found
+
+
+def template_names(tokenizer: Any) -> frozenset[str] | None:
+    """The variables that the chat template reads; None where that cannot be told."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        return None
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateError:
+        return None  # it has tags of its own
+    return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
 
 def _tokenizer(folder: Path, eos: list[int]) -> Any:

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from dflash_batch.decoder.cost import CostKey, CostTable, load_table
 from dflash_batch.decoder.drafters import Drafter
+from dflash_batch.decoder.guard import Guarded
 from dflash_batch.decoder.policy import Fixed, Goodput, Plain, Policy
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.types import LoadSpec
@@ -30,7 +31,8 @@ def policy_for(spec: LoadSpec, drafter: Drafter, key: CostKey) -> Policy:
     if spec.spec == "on":
         # No row needs a block longer than its budget. A GPU keeps one shape all the same: a
         # smaller block saves it nothing, and each new shape is planned anew.
-        return Fixed(most, trim=mx.default_device() != mx.gpu)
+        fixed = Fixed(most, trim=mx.default_device() != mx.gpu)
+        return Guarded(fixed, lambda notice: _log.warning("drafts_parked %s", notice))
     if spec.cost_dir is None:
         return Goodput(CostTable(), most + 1)
     folder = Path(spec.cost_dir)

@@ -37,7 +37,7 @@ class RowOutcome(NamedTuple):
     """How a row fared in a cycle."""
 
     uid: int
-    drafted: int
+    drafted: int  # or could have been: a draft that was not found is as one refused
     accepted: int
 
 
@@ -53,6 +53,11 @@ class Landed(NamedTuple):
 
 class Policy(Protocol):
     """Chooses block lengths. With cycles in flight, `landed` comes a cycle after `choose`."""
+
+    @property
+    def notice(self) -> str | None:
+        """What people should know of how it went so far."""
+        ...
 
     def choose(self, rows: Sequence[RowView], width: int, context: int) -> int:
         """Drafts per row, k, for the next cycle of `rows` in an arena `width` wide."""
@@ -77,6 +82,8 @@ class Policy(Protocol):
 
 class Fixed:
     """Always drafts `k`. `trim`: no more than some row may still emit (a new shape each time)."""
+
+    notice: str | None = None
 
     def __init__(self, k: int, *, trim: bool) -> None:
         self._k = k
@@ -207,6 +214,8 @@ class Goodput:
     - With an empty table it first climbs: a few cycles at each length, until longer blocks could
       not pay even if every draft were right.
     """
+
+    notice: str | None = None
 
     MARGIN = 0.07
     PATIENCE = 0.4

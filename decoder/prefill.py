@@ -167,7 +167,7 @@ class Prefiller:
         logits: mx.array | None = None
         longest, done = max(map(len, rests)), 0
         while done < longest:
-            chunk = min(self._chunk(len(rests)), longest - done)
+            chunk = min(self.chunk(len(rests)), longest - done)
             width = _padded(chunk)
             tokens = np.zeros((len(rests), width), dtype=np.int32)
             count = np.zeros(len(rests), dtype=np.int32)
@@ -191,7 +191,7 @@ class Prefiller:
         assert logits is not None
         return logits
 
-    def _chunk(self, rows: int) -> int:
+    def chunk(self, rows: int) -> int:
         """Most tokens per row of the next forward."""
         if self.most_tokens is None:
             return CHUNK

@@ -7,6 +7,7 @@ where some row asks for it:
     repetition    z / r if z > 0 else z · r, for tokens of prompt or output   [2]
     frequency     z - f · (times in the output)                           [1]
     presence      z - s · (1 if in the output)                            [1]
+    late          -inf for tokens that end a text, as long as it must not end
     temperature   z / T
     min_p         keep p ≥ min_p · max p                                  [3]
     top_k         keep the k largest
@@ -58,6 +59,8 @@ class _Columns(NamedTuple):
     min_p: mx.array
     keys: mx.array  # uint32 [R, 2]
     bias: mx.array | None  # [R, 1, V]
+    late: mx.array | None  # bool [R, 1, V]: not to be chosen at positions below
+    late_from: mx.array  # int32 [R, 1, 1]
 
 
 class Sampler:
@@ -129,9 +132,16 @@ class Sampler:
 
     # Scores
 
-    def scores(self, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
+    def scores(
+        self,
+        logits: mx.array,
+        drafts: mx.array | None = None,
+        *,
+        position: mx.array | None = None,
+    ) -> mx.array:
         """Logits [R, T, V] through the steps above, float32; -inf is never drawn.
 
+        `position` int32 [R, T] are those of the tokens to be chosen; rows with `late` need it.
         With drafts int32 [R, T-1] position t stands after the first t of them; without, every
         position stands directly after the anchor.
         """
@@ -149,6 +159,9 @@ class Sampler:
             scaled = mx.where(z > 0, z / row.repetition, z * row.repetition)
             z = mx.where(known, scaled, z)
             z = z - row.frequency * counts - row.presence * (counts > 0)
+        if row.late is not None:
+            assert position is not None
+            z = mx.where(row.late & (position[..., None] < row.late_from), -mx.inf, z)
         if any(settings.random for settings in self.settings):
             z = z / row.temperature
         if any(settings.filtered for settings in self.settings):
@@ -206,6 +219,12 @@ def _columns(rows: Sequence[Sampling], vocab: int) -> _Columns:
     def column(values: Sequence[float]) -> mx.array:
         return mx.array(list(values), dtype=mx.float32)[:, None, None]
 
+    late: mx.array | None = None
+    if any(s.late for s in rows):
+        banned = np.zeros((len(rows), 1, vocab), dtype=np.bool_)
+        for row, settings in enumerate(rows):
+            banned[row, 0, list(settings.late)] = True
+        late = mx.array(banned)
     bias: mx.array | None = None
     if any(s.logit_bias for s in rows):
         dense = np.zeros((len(rows), 1, vocab), dtype=np.float32)
@@ -225,6 +244,8 @@ def _columns(rows: Sequence[Sampling], vocab: int) -> _Columns:
         min_p=column([s.min_p if s.filtered else 0.0 for s in rows]),
         keys=mx.array(np.array([_row_key(s) for s in rows], dtype=np.uint32)),
         bias=bias,
+        late=late,
+        late_from=mx.array([s.late_from for s in rows], dtype=mx.int32)[:, None, None],
     )
 
 

@@ -29,8 +29,9 @@ class Detokenizer:
                   ^start  ^read         text(start…) minus text(start…read) is the new piece
     """
 
-    def __init__(self, tokenizer: Decodes) -> None:
+    def __init__(self, tokenizer: Decodes, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._ids: list[int] = []
         self._start = 0
         self._read = 0
@@ -46,21 +47,33 @@ class Detokenizer:
         return after[len(before) :]
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True) if ids else ""
+        if not ids:
+            return ""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=self._skip_special)
 
 
 class StopStrings:
     """Watches the text of one row for stop strings."""
 
-    def __init__(self, tokenizer: Decodes, stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self, tokenizer: Decodes, stops: Sequence[str], *, skip_special: bool = True
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
         self._tail = ""
+        self._blanks_count = True
+
+    def skip_blanks(self) -> None:
+        """What is blank before the first word is not text: it only parts it from the thinking."""
+        self._blanks_count = False
 
     def push(self, token: int) -> bool:
         """Take one more token; True when a stop string is complete."""
         piece = self._detokenizer.push(token)
+        if not self._blanks_count:
+            piece = piece.lstrip()
+            self._blanks_count = bool(piece)
         if not piece:
             return False
         text = self._tail + piece
@@ -69,7 +82,7 @@ class StopStrings:
         return any(stop in text for stop in self._stops)
 
 
-def cut(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the stop string that begins first, without it."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+def cut(text: str, stops: Sequence[str], start: int = 0) -> str:
+    """`text` up to the stop string that begins first at or after `start`, without it."""
+    found = [at for at in (text.find(stop, start) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text

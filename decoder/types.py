@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Progress = Callable[[str, float | None], None]
 """Called with a phase ("weights", "draft", …) and a share 0..1, or None when unknown."""
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+DraftQuant = Literal["none", "w4", "w8"]
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,14 @@ class LoadSpec:
     """What to load and how to run it."""
 
     target: str  # Hugging Face id or folder
-    draft: str = "auto"  # "auto" | "none" | folder | Hugging Face id
+    draft: str = "auto"  # "auto" | "none" | "ngram" | folder | Hugging Face id, + "+ngram"
     block: int | None = None  # tokens of a block (anchor included); None: as trained
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_batch: int = 16  # rows decoded together
     max_context: int | None = None  # tokens of prompt + output of a row; None: the model's
     spec: Literal["auto", "on", "off"] = "on"  # draft where it pays, always, or never
     cost_dir: str | None = None  # folder of measured cycle costs; None: they are not kept
+    draft_quant: DraftQuant = "none"  # what the draft's weights are quantised to when loaded
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
     has_tokenizer: bool
     has_chat_template: bool
+    calls_tools: bool = False  # the form of the model's tool calls is known
+    template_names: frozenset[str] | None = None  # variables the chat template reads, if known
+    draft_quant: DraftQuant = "none"
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
+    late: tuple[int, ...] = ()  # token ids that end a text, and must not be chosen before
+    late_from: int = 0  # this position of prompt and output
     seed: int = 0
     choice: int = 0  # which of several answers of one seed: each has its own random numbers
 
@@ -82,7 +89,23 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """Whether each token is simply the target's most likely one."""
-        return not (self.random or self.penalised or self.logit_bias)
+        return not (self.random or self.penalised or self.logit_bias or self.late)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The thinking block that may come before a chat's answer. `thinking.py` follows it."""
+
+    start: tuple[int, ...]  # token ids of the markers
+    end: tuple[int, ...]
+    open: bool = False  # the prompt ends inside the block
+    budget: int | None = None  # most tokens between the markers; None: as many as it takes
+
+    def __post_init__(self) -> None:
+        if not self.start or not self.end or (self.budget is not None and self.budget < 0):
+            raise ValueError("an empty marker, or a thinking budget below 0")
+        if self.open and self.budget == 0:
+            raise ValueError("a block without room has to be closed in the prompt")
 
 
 @dataclass(frozen=True)
@@ -98,12 +121,22 @@ class Request:
     trace: bool = False
     sampling: Sampling = Sampling()
     logprobs: int | None = None  # alternatives wanted with each token's log p; None: no log p
+    min_tokens: int = 0  # stop strings are looked for behind these
+    skip_special_tokens: bool = True  # leave them out of the text
+    thinking: Thinking | None = None  # None: the text is one piece
+    tools: tuple[dict[str, Any], ...] = ()  # on offer in the prompt: their calls are looked for
+    echo: bool = False  # with logprobs: those of the prompt's tokens too
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("an empty prompt cannot be decoded")
-        if self.max_tokens < 1:
-            raise ValueError("max_tokens must be at least 1")
+        if self.max_tokens < (0 if self.echo else 1):
+            raise ValueError("max_tokens must be at least 1, or 0 with echo")
+
+    @property
+    def scored(self) -> bool:
+        """Whether log probabilities of the prompt are wanted."""
+        return self.echo and self.logprobs is not None
 
 
 class Candidate(NamedTuple):
@@ -115,11 +148,25 @@ class Candidate(NamedTuple):
 
 
 class TokenLogprob(NamedTuple):
-    """An emitted token, and what else was likely at its place."""
+    """A token of the text, and what else was likely at its place."""
 
-    chosen: Candidate
+    chosen: Candidate  # log p NaN: it is the first of an echoed prompt, and nothing was likely
     top: tuple[Candidate, ...]  # the most likely first
     offset: int  # characters of text before it
+
+
+class ToolCall(NamedTuple):
+    """A function the model wants called."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class Fault(NamedTuple):
+    """Why a row has no answer, though nothing is wrong with its request."""
+
+    code: str  # one of the contract's error codes
+    message: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +175,7 @@ class Completion:
 
     uid: int
     token_ids: tuple[int, ...]  # the stop token included
-    text: str  # without stop token and stop string; "" when there is no tokenizer
+    text: str  # the answer, without stop token and stop string; "" when there is no tokenizer
     finish_reason: FinishReason
     prompt_tokens: int
     prefill_tokens: int  # computed for this row
@@ -143,9 +190,15 @@ class Completion:
     decode_ms: float
     seed: int | None = None  # of its sampling, if tokens were drawn
     logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if asked for
+    echo: str | None = None  # the prompt as text; then the logprobs begin with the prompt's
+    reasoning: str | None = None  # text of the thinking block, if there was one
+    reasoning_tokens: int = 0  # of token_ids: up to the end of that block
+    tool_calls: tuple[ToolCall, ...] = ()  # what `text` had of them is not in it any more
+    fault: Fault | None = None  # then what the row said is of no meaning
     spec: Literal["on", "off", "auto-off"] = "on"  # "auto-off": for most cycles drafts did not pay
     emitted_per_cycle: tuple[int, ...] | None = field(default=None)  # with trace only
     drafted_per_cycle: tuple[tuple[int, ...], ...] | None = field(default=None)
+    draft_notice: str | None = None  # why drafts are off or hardly used
 
 
 class Load(NamedTuple):

@@ -6,6 +6,9 @@ Run as `python client_tools.py JSON` it is that client: it runs a batch and prin
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +17,13 @@ from typing import Any
 
 from queue_tools import FAKE_ENGINE, MODEL, row
 
+from dflash_batch.worker import submit as submit_module
+from dflash_batch.worker.appender import Appender
 from dflash_batch.worker.client import Interrupted, RunOptions, run_batch
 from dflash_batch.worker.contract import JobSpec
+from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.progress import Progress
+from dflash_batch.worker.queue import Queue
 
 
 @dataclass
@@ -46,6 +53,12 @@ def rows_of(count: int) -> list[JobSpec]:
     return [row(index) for index in range(count)]
 
 
+def verbose_rows(count: int) -> list[JobSpec]:
+    """Rows whose answers are long: about 4 kB."""
+    rows = [row(index, f"verbose {index}") for index in range(count)]
+    return [spec.model_copy(update={"max_tokens": 3900}) for spec in rows]
+
+
 def options(folder: Path, *engine: str, **changes: Any) -> RunOptions:
     """Options of a run whose files and home lie in `folder`."""
     chosen: dict[str, Any] = {
@@ -58,6 +71,8 @@ def options(folder: Path, *engine: str, **changes: Any) -> RunOptions:
         "max_batch": 8,
         "engine_command": (*FAKE_ENGINE, *engine),
     }
+    if "home" in changes:
+        changes["home"] = Path(changes["home"])
     return RunOptions(**(chosen | changes))
 
 
@@ -81,14 +96,49 @@ def engine_pid(home: Path) -> int:
     return int(line.split("pid=")[1].split()[0])
 
 
+def die_at(point: str, times: int) -> None:
+    """Have this process killed (SIGKILL) the `times`-th time it comes to a point.
+
+    "add": shards are sent; "write": half of a line is in the file; "sync": lines are written and
+    not on disk; "acknowledge": they are on disk and the queue does not know.
+    """
+    place: Any = {"add": Queue, "acknowledge": Queue, "write": Appender, "sync": Appender}[point]
+    name = "append" if point == "write" else point
+    whole = getattr(place, name)
+    left = times
+    submit_module.CHUNK = 1  # a shard in each call
+
+    def die(self: Any, *args: Any, **more: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            return whole(self, *args, **more)
+        if point == "write":
+            os.write(self.open(), args[0].encode()[: len(args[0]) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(place, name, die)
+
+
 def main(arguments: Sequence[str]) -> int:
     given = json.loads(arguments[0])
     print("started", flush=True)
-    chosen = options(Path(given["folder"]), *given["engine"])
+    if given.get("die"):
+        die_at(given["die"], given.get("times", 1))
+    if given.get("file_bytes"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (given["file_bytes"], given["file_bytes"]))
+    chosen = options(Path(given["folder"]), *given["engine"], **given.get("options", {}))
     try:
-        totals = run_batch(rows_of(given["rows"]), [], chosen, Remember())
+        make = verbose_rows if given.get("verbose") else rows_of
+        rows = make(given["rows"])
+        for index in given.get("poison", ()):
+            rows[index] = row(index, f"poison {index}")
+        totals = run_batch(rows, [], chosen, Remember())
     except Interrupted:
         return 130
+    except UserError as error:
+        print(error)
+        return 9
     print(json.dumps(totals.as_dict()))
     return 0
 

@@ -7,6 +7,8 @@ A trouble (`--crash`, `--hang`, `--fail`) befalls the first step with a row that
 from __future__ import annotations
 
 import argparse
+import ctypes
+import hashlib
 import os
 import random
 import signal
@@ -18,15 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from dflash_batch.decoder.errors import LoadError, PromptError
-from dflash_batch.decoder.types import Completion, Load, LoadSpec, ModelInfo, Progress, Request
+from dflash_batch.decoder.types import (
+    Completion,
+    Fault,
+    Load,
+    LoadSpec,
+    ModelInfo,
+    Progress,
+    Request,
+)
 from dflash_batch.worker.engine import open_pipe, serve
 
 VOCABULARY = 256
 
 
 def answer(prompt: str) -> str:
-    """What the fake model says to a prompt."""
-    return f"{zlib.crc32(prompt.encode()):08x}"
+    """What the fake model says to a prompt: little, or much that cannot be compressed well."""
+    text = f"{zlib.crc32(prompt.encode()):08x}"
+    if "verbose" in prompt:
+        text += "".join(hashlib.sha256(f"{i} {prompt}".encode()).hexdigest() for i in range(60))
+    return text
 
 
 def chat_text(messages: Sequence[dict[str, Any]]) -> str:
@@ -54,9 +67,13 @@ class FakeDecoder:
         self._width = spec.max_batch
         self._random = random.Random(options.seed)
         self._waiting: list[Request] = []
+        self._leaked: list[bytes] = []
         self._active: dict[int, tuple[Request, int]] = {}  # uid -> request, steps left
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def thinking(self, prompt: Sequence[int], *, continued: bool = False) -> None:
+        return None
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return self.encode_text(chat_text(messages))
 
     def encode_text(self, text: str) -> list[int]:
@@ -83,6 +100,9 @@ class FakeDecoder:
         self._waiting = [request for request in self._waiting if request.uid != uid]
         self._active.pop(uid, None)
 
+    def narrow(self, rows: int) -> None:
+        self._width = rows
+
     def load(self) -> Load:
         return Load(len(self._waiting), len(self._active))
 
@@ -93,7 +113,10 @@ class FakeDecoder:
         while self._waiting and len(self._active) < self._width:
             request = self._waiting.pop(0)
             self._active[request.uid] = request, self._random.randint(1, 3)
+            self._leaked.append(b"x" * self._options.leak)
             self._meet_trouble(bytes(request.prompt).decode())
+        if 0 < self._options.wide <= len(self._active):
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
         if self._options.step_s:
             time.sleep(self._options.step_s)
         ended = [request for request, left in self._active.values() if left == 1]
@@ -124,13 +147,24 @@ class FakeDecoder:
             prefill_ms=1.0,
             ttft_ms=2.0,
             decode_ms=3.0,
+            fault=self._fault(request),
         )
+
+    def _fault(self, request: Request) -> Fault | None:
+        """A prompt with the word "overflow" has no numbers in its first choice."""
+        ill = b"overflow" in bytes(request.prompt) and request.sampling.choice == 0
+        return Fault("numerical_error", "no numbers") if ill else None
 
     def _meet_trouble(self, prompt: str) -> None:
         options = self._options
         if options.once and Path(options.once).exists():
             return
-        troubles = {options.crash: "crash", options.hang: "hang", options.fail: "fail"}
+        troubles = {
+            options.crash: "crash",
+            options.hang: "hang",
+            options.seize: "seize",
+            options.fail: "fail",
+        }
         trouble = next((kind for word, kind in troubles.items() if word and word in prompt), None)
         if trouble is None:
             return
@@ -140,6 +174,8 @@ class FakeDecoder:
             os.kill(os.getpid(), signal.SIGKILL)
         if trouble == "hang":
             time.sleep(3600)
+        if trouble == "seize":  # in C, with the interpreter locked: not even its beats go on
+            ctypes.PyDLL(None).sleep(3600)
         raise RuntimeError("the fake decoder was told to fail")
 
 
@@ -149,6 +185,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--crash", default="")
     parser.add_argument("--hang", default="")
+    parser.add_argument("--seize", default="", help="as --hang, and no thread runs")
+    parser.add_argument("--wide", type=int, default=0, help="rows at once that exceed the memory")
+    parser.add_argument("--leak", type=int, default=0, help="bytes kept of each row")
     parser.add_argument("--fail", default="")
     parser.add_argument("--once", default="", help="file that is made at the first trouble")
     parser.add_argument("--journal", default="", help="file to which each prompt is appended")

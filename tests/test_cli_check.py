@@ -152,6 +152,28 @@ def test_prompts_are_counted_with_the_models_tokenizer(tmp_path: Path, model: Pa
     assert "prompt tokens   18   p50 6   max 8   limit 32   ok" in result.stdout
 
 
+def test_what_the_template_is_told_counts(tmp_path: Path, model: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+        "{% for t in tools or [] %}word {% endfor %}"
+        "{% if loud %}word word {% endif %}{% if add_generation_prompt %}user {% endif %}"
+        "{% if enable_thinking %}word word word{% endif %}"
+    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    told: list[dict[str, Any]] = [
+        {},
+        {"chat_template_kwargs": {"loud": True}},
+        {"enable_thinking": True},
+        {"add_generation_prompt": False},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ]
+    lines = [line(str(n), **more) for n, more in enumerate(told)]
+    result = invoke("check", write_lines(tmp_path / "x.jsonl", lines), "-m", model, "--json")
+    report = json.loads(result.stdout)
+    assert report["prompt_tokens"]["total"] == 2 + 4 + 5 + 1 + 3
+
+
 def test_prompts_that_do_not_fit_are_line_errors(tmp_path: Path, model: Path) -> None:
     ids = {"custom_id": "ids", "method": "POST", "url": TEXT, "body": {"prompt": [1, 3]}}
     lines = [line("a"), line("b", "word " * 40), "{", line("c", "no"), ids]

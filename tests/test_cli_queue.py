@@ -210,8 +210,10 @@ def test_worker_hands_its_options_on(
     options += ("--only-when", "plugged,22:00-07:00")
     assert cli("worker", *options, "--spec", "off").exit_code == exits.NOT_FOUND
     first, second = seen
-    costs = str(tmp_path / "home" / "costs")
-    assert first == WorkerSettings(redis_url=valkey_url, cost_dir=costs, only_when="cool,charged")
+    costs, pending = (str(tmp_path / "home" / name) for name in ("costs", "pending"))
+    assert first == WorkerSettings(
+        redis_url=valkey_url, cost_dir=costs, pending_dir=pending, only_when="cool,charged"
+    )
     assert second == WorkerSettings(
         redis_url=valkey_url,
         model=ModelRef(target="demo", draft="none"),
@@ -221,6 +223,7 @@ def test_worker_hands_its_options_on(
         spec="off",
         cost_dir=costs,
         only_when="cool,charged,plugged,22:00-07:00",
+        pending_dir=pending,
         log_level="WARNING",
     )
     assert cli("worker", "-m", "./nope").exit_code == exits.NOT_FOUND

@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from dflash_batch.worker.contract import CHAT, TEXT, ErrorCode
-from dflash_batch.worker.fields import FIELDS, Body, BodyError, FieldError, parse_body
+from dflash_batch.worker.fields import FIELDS, Body, BodyError, parse_body
+from dflash_batch.worker.values import FieldError
 
 USER = [{"role": "user", "content": "hi"}]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
 def chat(**fields: Any) -> Body:
@@ -47,37 +51,53 @@ def test_null_is_the_same_as_absent(name: str) -> None:
     assert chat(**{name: None}) == chat()
 
 
-@pytest.mark.parametrize(
-    ("fields", "values"),
-    [
-        ({"model": "org/m"}, {"model": "org/m"}),
-        ({"max_tokens": 9}, {"max_tokens": 9}),
-        ({"max_tokens": 9, "max_completion_tokens": 5}, {"max_tokens": 5}),
-        ({"max_completion_tokens": 5, "max_tokens": 9}, {"max_tokens": 5}),
-        ({"max_completion_tokens": None, "max_tokens": 9}, {"max_tokens": 9}),
-        ({"stop": "\n"}, {"stop": ["\n"]}),
-        ({"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
-        ({"stop": []}, {"stop": []}),
-        ({"stop_token_ids": [0, 2**31 - 1]}, {"stop_token_ids": [0, 2**31 - 1]}),
-        ({"ignore_eos": True}, {"ignore_eos": True}),
-        ({"temperature": 0.5, "seed": -5}, {"temperature": 0.5, "seed": -5}),
-        ({"temperature": 1, "top_p": 0.5}, {"temperature": 1.0, "top_p": 0.5}),
-        ({"temperature": 2, "top_k": 40}, {"temperature": 2.0, "top_k": 40}),
-        ({"temperature": 1, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
-        ({"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0}, {"temperature": 1.0}),
-        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
-        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
-        ({"logit_bias": {"50256": -100, "7": 0.5}}, {"logit_bias": {50256: -100.0, 7: 0.5}}),
-        ({"n": 128}, {"n": 128}),
-        ({"logprobs": True}, {"logprobs": 0}),
-        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
-        ({"logprobs": False, "top_logprobs": 0}, {}),
-        ({"n": 3, "best_of": 3}, {"n": 3}),
-        ({"return_token_ids": True}, {"return_token_ids": True}),
-        ({"dflash_trace": True}, {"trace": True}),
-    ],
-)
+HONOURED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"model": "org/m"}, {"model": "org/m"}),
+    ({"max_tokens": 9}, {"max_tokens": 9}),
+    ({"max_tokens": 9, "max_completion_tokens": 5}, {"max_tokens": 5}),
+    ({"max_completion_tokens": 5, "max_tokens": 9}, {"max_tokens": 5}),
+    ({"max_completion_tokens": None, "max_tokens": 9}, {"max_tokens": 9}),
+    ({"stop": "\n"}, {"stop": ["\n"]}),
+    ({"stop": ["a", "b"]}, {"stop": ["a", "b"]}),
+    ({"stop": []}, {"stop": []}),
+    ({"stop_token_ids": [0, 2**31 - 1]}, {"stop_token_ids": [0, 2**31 - 1]}),
+    ({"ignore_eos": True}, {"ignore_eos": True}),
+    ({"temperature": 0.5, "seed": -5}, {"temperature": 0.5, "seed": -5}),
+    ({"temperature": 1, "top_p": 0.5}, {"temperature": 1.0, "top_p": 0.5}),
+    ({"temperature": 2, "top_k": 40}, {"temperature": 2.0, "top_k": 40}),
+    ({"temperature": 1, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
+    ({"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0}, {"temperature": 1.0}),
+    ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+    ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
+    ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+    ({"logit_bias": {"50256": -100, "7": 0.5}}, {"logit_bias": {50256: -100.0, 7: 0.5}}),
+    ({"n": 128}, {"n": 128}),
+    ({"logprobs": True}, {"logprobs": 0}),
+    ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+    ({"logprobs": False, "top_logprobs": 0}, {}),
+    ({"n": 3, "best_of": 3}, {"n": 3}),
+    ({"return_token_ids": True}, {"return_token_ids": True}),
+    ({"dflash_trace": True}, {"trace": True}),
+    ({"min_tokens": 3}, {"min_tokens": 3}),
+    ({"min_tokens": 3, "max_tokens": 3}, {"min_tokens": 3, "max_tokens": 3}),
+    ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ({"chat_template_kwargs": {"a": [1]}}, {"template": {"a": [1]}}),
+    ({"enable_thinking": False}, {"template": {"enable_thinking": False}}),
+    ({"enable_thinking": True}, {"template": {"enable_thinking": True}}),
+    ({"reasoning_effort": "none"}, {"template": {"enable_thinking": False}}),
+    ({"reasoning_effort": "high"}, {"template": {"reasoning_effort": "high"}}),
+    (
+        {"reasoning_effort": "low", "enable_thinking": True, "chat_template_kwargs": {"a": 1}},
+        {"template": {"a": 1, "enable_thinking": True, "reasoning_effort": "low"}},
+    ),
+    ({"thinking_token_budget": 0}, {"thinking_token_budget": 0}),
+    ({"add_generation_prompt": False}, {"template": {"add_generation_prompt": False}}),
+    ({"tools": TOOLS, "tool_choice": "auto"}, {"tools": TOOLS}),
+    ({"tools": TOOLS, "tool_choice": "none"}, {}),
+]
+
+
+@pytest.mark.parametrize(("fields", "values"), HONOURED)
 def test_honoured_fields(fields: dict[str, Any], values: dict[str, Any]) -> None:
     assert chat(**fields).values == {"messages": USER} | values
 
@@ -120,6 +140,19 @@ def test_messages_become_what_the_template_takes() -> None:
         },
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": []},
         {"role": "tool", "tool_call_id": "t", "content": "4"},
+        {"role": "assistant", "content": "d", "reasoning": "r", "reasoning_content": "r"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "t",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a": 1}'},
+                },
+                {"function": {"name": "now"}},
+            ],
+        },
     ]
     assert chat(messages=given).values["messages"] == [
         {"role": "system", "content": "be brief"},
@@ -127,6 +160,19 @@ def test_messages_become_what_the_template_takes() -> None:
         {"role": "user", "name": "ann", "content": "ab"},
         {"role": "assistant", "content": "c"},
         {"role": "tool", "tool_call_id": "t", "content": "4"},
+        {"role": "assistant", "content": "d", "reasoning_content": "r"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "type": "function",
+                    "id": "t",
+                    "function": {"name": "add", "arguments": {"a": 1}},
+                },
+                {"type": "function", "function": {"name": "now", "arguments": {}}},
+            ],
+        },
     ]
 
 
@@ -159,8 +205,19 @@ def test_messages_become_what_the_template_takes() -> None:
         ),
         (
             [{"role": "assistant", "content": "", "tool_calls": [{}]}],
+            ErrorCode.INVALID_VALUE,
+            "messages[0].tool_calls[0]",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            ErrorCode.INVALID_VALUE,
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ([{"role": "assistant", "tool_calls": {}}], ErrorCode.INVALID_VALUE, "must be a list"),
+        (
+            [{"role": "user", "content": "", "colour": 1}],
             ErrorCode.UNSUPPORTED_PARAMETER,
-            "messages[0].tool_calls",
+            "messages[0].colour",
         ),
         ([{"role": "user", "content": "", "name": 1}], ErrorCode.INVALID_VALUE, "[0].name"),
     ],
@@ -244,18 +301,9 @@ UNSUPPORTED = [
     ("suffix", "end"),
     ("stream", True),
     ("response_format", {"type": "json_object"}),
-    ("tools", [{"type": "function"}]),
     ("tool_choice", "required"),
     ("functions", [{}]),
     ("function_call", {"name": "f"}),
-    ("chat_template_kwargs", {"enable_thinking": False}),
-    ("reasoning_effort", "none"),
-    ("enable_thinking", False),
-    ("thinking_token_budget", 100),
-    ("continue_final_message", True),
-    ("add_generation_prompt", False),
-    ("min_tokens", 3),
-    ("skip_special_tokens", False),
     ("include_stop_str_in_output", True),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "x"}),
@@ -333,7 +381,21 @@ INVALID = [
     ("stream", 0),
     ("response_format", "json"),
     ("tools", {}),
+    ("tools", [{}]),
+    ("tools", [{"type": "function", "function": {}}]),
+    ("tool_choice", "always"),
     ("min_tokens", False),
+    ("min_tokens", -1),
+    ("skip_special_tokens", "no"),
+    ("enable_thinking", "no"),
+    ("reasoning_effort", "huge"),
+    ("reasoning_effort", True),
+    ("chat_template_kwargs", "x"),
+    ("chat_template_kwargs", {"a b": 1}),
+    ("thinking_token_budget", -1),
+    ("thinking_token_budget", "many"),
+    ("continue_final_message", True),  # of a user's message
+    ("add_generation_prompt", 0),
 ]
 
 
@@ -341,6 +403,13 @@ INVALID = [
 def test_values_of_the_wrong_type_or_range(name: str, value: Any) -> None:
     problem = refusal(**{name: value})
     assert (problem.code, problem.param) == (ErrorCode.INVALID_VALUE, name)
+
+
+def test_every_field_is_in_one_of_these_tables() -> None:
+    tried = {name for fields, _ in HONOURED for name in fields}
+    tried |= {name for table in (INERT, NEUTRAL, UNSUPPORTED, INVALID) for name, _ in table}
+    tried |= {"messages", "prompt"}  # these have tables of their own
+    assert set(FIELDS) - tried == set()
 
 
 def test_all_problems_of_a_body_are_reported_at_once() -> None:
@@ -370,3 +439,63 @@ def test_logprobs_of_a_completion_is_a_number() -> None:
         with pytest.raises(BodyError) as caught:
             text("a", **wrong)
         assert [problem.code for problem in caught.value.problems] == [ErrorCode.INVALID_VALUE]
+
+
+def test_an_answer_can_be_gone_on_with() -> None:
+    begun = [*USER, {"role": "assistant", "content": "The"}]
+    told = {"add_generation_prompt": False, "continue_final_message": True}
+    assert chat(messages=begun, continue_final_message=True).values["template"] == told
+    problem = refusal(messages=begun, continue_final_message=True, add_generation_prompt=True)
+    assert (problem.code, problem.param) == (ErrorCode.INVALID_VALUE, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, 0),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, 0),
+        ({"reasoning_effort": "none", "enable_thinking": True}, 0),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, 0),
+        ({"min_tokens": 4, "max_completion_tokens": 3}, 0),
+        ({"max_completion_tokens": 0, "max_tokens": 3}, 0),
+    ],
+)
+def test_fields_that_contradict_each_other(fields: dict[str, Any], param: int) -> None:
+    problem = refusal(**fields)
+    assert (problem.code, problem.param) == (ErrorCode.INVALID_VALUE, list(fields)[param])
+
+
+def test_several_calls_cannot_be_kept_from_a_model_with_tools() -> None:
+    problem = refusal(tools=TOOLS, parallel_tool_calls=False)
+    assert (problem.code, problem.param) == (
+        ErrorCode.UNSUPPORTED_PARAMETER,
+        "parallel_tool_calls",
+    )
+    assert chat(tools=TOOLS, parallel_tool_calls=True).ignored == ["parallel_tool_calls"]
+
+
+def test_a_completion_may_be_only_its_prompt() -> None:
+    body = text("a", echo=True, max_tokens=0, logprobs=1)
+    assert body.values == {"prompts": ["a"], "echo": True, "max_tokens": 0, "logprobs": 1}
+    with pytest.raises(BodyError) as caught:
+        text("a", max_tokens=0)
+    assert [problem.param for problem in caught.value.problems] == ["max_tokens"]
+
+
+CHAT_ONLY = {
+    "chat_template_kwargs": {"a": 1},
+    "enable_thinking": True,
+    "reasoning_effort": "low",
+    "thinking_token_budget": 5,
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+    "tools": TOOLS,
+}
+
+
+@pytest.mark.parametrize("name", CHAT_ONLY)
+def test_fields_of_a_chat_are_refused_in_a_completion(name: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        text("a", **{name: CHAT_ONLY[name]})
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.param) == (ErrorCode.UNSUPPORTED_PARAMETER, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from queue_tools import done, row
 
-from dflash_batch.worker.contract import Lease, RowStatus, Shard
+from dflash_batch.worker.contract import Crash, Lease, RowStatus, Shard
 from dflash_batch.worker.holdings import Care, Holdings
 
 
@@ -34,7 +34,7 @@ def admitted(holdings: Holdings) -> dict[str, list[int]]:
     [
         (0, Care.TOGETHER),
         (1, Care.ALONE),
-        (2, Care.ALONE),
+        (2, Care.ROW_BY_ROW),
         (4, Care.ROW_BY_ROW),
         (5, Care.ROW_BY_ROW),
         (6, Care.CONDEMNED),
@@ -81,6 +81,36 @@ def test_the_first_row_of_a_condemned_shard_ends_and_the_others_go_on() -> None:
     held = holdings.take(lease(deaths=6, pending=[2, 3]))
     assert [(result.index, result.status) for result in held.finished] == [(2, RowStatus.POISON)]
     assert admitted(holdings) == {"s": [3]}
+
+
+def test_a_row_is_condemned_when_engines_died_on_it_by_itself_and_no_other_is() -> None:
+    crash: Crash | None = None
+    cares = []
+    for deaths in (2, 4, 6):
+        holdings = Holdings()
+        held = holdings.take(lease(deaths=deaths), crash)
+        cares.append(held.care)
+        if held.care is Care.CONDEMNED:
+            break
+        admitted(holdings)
+        holdings.engine_died(blame=True)
+        crash = held.crash("killed by SIGKILL")
+    assert cares == [Care.ROW_BY_ROW, Care.ROW_BY_ROW, Care.CONDEMNED]
+    assert crash == Crash(words="killed by SIGKILL", row=0, lone=2)
+    (poison,) = held.finished
+    assert poison.response is not None
+    assert "killed by SIGKILL" in poison.response["body"]["error"]["message"]
+    rest = lease(deaths=6, pending=[1, 2, 3])
+    assert Care.of(rest, crash) is Care.ROW_BY_ROW, "its neighbour has done nothing"
+    assert Care.of(rest.model_copy(update={"deaths": 12}), crash) is Care.CONDEMNED
+
+
+def test_a_death_in_company_is_no_evidence_against_a_row() -> None:
+    holdings = Holdings()
+    held = holdings.take(lease(deaths=1))
+    admitted(holdings)
+    holdings.engine_died(blame=True)
+    assert held.crash("x" * 1000) == Crash(words="x" * 300)
 
 
 def test_after_a_death_shards_leave_with_blame_only_where_rows_were_running() -> None:

@@ -22,6 +22,7 @@ from tiny import (
     request,
 )
 
+from dflash_batch.decoder.composite import CompositeDrafter
 from dflash_batch.decoder.cost import CostTable
 from dflash_batch.decoder.drafters import NoDrafter
 from dflash_batch.decoder.policy import Fixed, Goodput, Plain
@@ -69,6 +70,25 @@ def test_speculative_equals_plain(case: Case, rows: int, wrong: float, depth: in
 
     assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
     assert all(c.finish_reason == "length" for c in done.values())
+
+
+@pytest.mark.parametrize(("rows", "depth", "wrong"), [(4, 0, 0.3), (5, 1, None)])
+def test_lookup_and_composite_drafts_change_no_token(
+    case: Case, rows: int, depth: int, wrong: float | None
+) -> None:
+    model = NoDrafter() if wrong is None else case.oracle(8, wrong)
+    drafter = CompositeDrafter(model, 8)
+    for again in range(2):  # the second time with all texts among the finished ones
+        decoder = make_decoder(
+            case.target, drafter, max_batch=rows, depth=depth, policy=Whim(7, again)
+        )
+        for i in range(8):
+            decoder.add(request(i, case.prompts[i], BUDGETS[i]))
+
+        done = finish(decoder)
+
+        assert {i: list(c.token_ids) for i, c in done.items()} == dict(enumerate(case.expected))
+        assert any(c.accepted_tokens for c in done.values())
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from tiny import MODELS, bits_of, finish, greedy, make_model, make_shape, request
@@ -15,6 +17,8 @@ from tiny import MODELS, bits_of, finish, greedy, make_model, make_shape, reques
 from dflash_batch.decoder import demo, loading, registry
 from dflash_batch.decoder.errors import LoadError, PromptError
 from dflash_batch.decoder.loading import load_decoder
+from dflash_batch.decoder.quantise import quantise
+from dflash_batch.decoder.registry import Draft, Pair
 from dflash_batch.decoder.types import LoadSpec, Request
 
 VECTORS = Path(__file__).parent / "vectors" / "dflash-qwen3-tiny"
@@ -134,27 +138,135 @@ def test_auto_without_a_known_draft_is_plain_decoding_with_a_notice(pair: Path) 
 def test_auto_offline_is_plain_decoding_with_a_notice(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "pairs", lambda: [("target", "/nowhere/draft")])
+    monkeypatch.setattr(registry, "pairs", lambda: [Pair("target", Draft("/nowhere/draft"), None)])
     info = load(pair, draft="auto").info
     assert info.draft is None
     assert "not to be had" in (info.draft_notice or "")
 
 
 def test_registry_matches_copies_of_a_target_and_nothing_else() -> None:
-    assert registry.draft_for("Qwen/Qwen3-4B") == "z-lab/Qwen3-4B-DFlash-b16"
-    assert registry.draft_for("mlx-community/Qwen3-4B-4bit") == "z-lab/Qwen3-4B-DFlash-b16"
-    assert registry.draft_for("/models/qwen3-8b_tuned/") == "z-lab/Qwen3-8B-DFlash-b16"
-    assert registry.draft_for("Qwen/Qwen3-4Bx") is None
-    assert registry.draft_for("Qwen/Qwen3.5-35B-A3B-8bit") == "z-lab/Qwen3.5-35B-A3B-DFlash"
-    assert registry.draft_for("demo") == str(demo.DRAFT_DIR)
+    def draft(target: str) -> str | None:
+        found = registry.draft_for(target)
+        return found and found.name
+
+    assert draft("Qwen/Qwen3-4B") == "z-lab/Qwen3-4B-DFlash-b16"
+    assert draft("mlx-community/Qwen3-4B-4bit") == "z-lab/Qwen3-4B-DFlash-b16"
+    assert draft("/models/qwen3-8b_tuned/") == "z-lab/Qwen3-8B-DFlash-b16"
+    assert draft("Qwen/Qwen3-4Bx") is None
+    assert draft("Qwen/Qwen3.5-35B-A3B-8bit") == "z-lab/Qwen3.5-35B-A3B-DFlash"
+    assert draft("demo") == str(demo.DRAFT_DIR)
 
 
 def test_every_registry_entry_is_a_pair_of_names() -> None:
     found = registry.pairs()
-    assert len({target.lower() for target, _ in found}) == len(found)
-    for target, draft in found:
-        assert "/" not in target
-        assert draft.count("/") == 1
+    assert len({pair.alias for pair in found}) == len(found)
+    for pair in found:
+        assert "/" not in pair.target
+        assert pair.draft.name.count("/") == 1
+        assert pair.repo is not None
+        assert pair.repo.count("/") == 1
+        assert pair.repo.lower().endswith("/" + pair.alias)
+        assert pair.draft.revision is None or re.fullmatch("[0-9a-f]{40}", pair.draft.revision)
+
+
+def test_a_short_name_stands_for_a_target() -> None:
+    assert registry.repo_for("qwen3-4b") == "Qwen/Qwen3-4B"
+    assert registry.repo_for("Qwen/Qwen3-4B") is None
+    assert registry.repo_for("demo") is None
+
+
+def test_a_pinned_draft_is_fetched_at_its_revision(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision))
+        return str(pair / "draft-b8")
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(registry, "pairs", lambda: [Pair("target", Draft("a/b", "0" * 40), None)])
+    assert load(pair, draft="auto").info.draft == "a/b"
+    assert asked == [("a/b", "0" * 40)]
+
+
+# Lookup and quantisation
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind", "shown", "block"),
+    [
+        ("ngram", "ngram", "ngram", 16),
+        ("auto+ngram", "ngram", "ngram", 16),
+        ("{}+ngram", "dflash+ngram", "{}+ngram", 8),
+    ],
+)
+def test_drafts_by_lookup_are_named(
+    pair: Path, draft: str, kind: str, shown: str, block: int
+) -> None:
+    folder = str(pair / "draft-b8")
+    decoder = load(pair, draft=draft.format(folder), dtype="float32")
+    assert decoder.info.draft == shown.format(folder)
+    assert (decoder.info.block, decoder._drafter.spec.kind) == (block, kind)
+    assert (decoder.info.draft_notice is not None) == draft.startswith("auto")
+    decoder.add(request(0, [1, 2, 3], 40, ignore_eos=True))
+    plain = load(pair, draft="none", dtype="float32")
+    plain.add(request(0, [1, 2, 3], 40, ignore_eos=True))
+    assert finish(decoder)[0].token_ids == finish(plain)[0].token_ids
+
+
+@pytest.mark.parametrize("block", [1, 65])
+def test_a_block_too_short_or_long_for_lookup_is_refused(pair: Path, block: int) -> None:
+    with pytest.raises(LoadError, match="lookup"):
+        load(pair, draft="ngram", block=block)
+    assert load(pair, draft="ngram", block=24).info.block == 24
+
+
+@pytest.mark.parametrize("quant", ["w8", "w4"])
+@pytest.mark.parametrize("draft", ["draft-b8", "draft2-b8"])
+def test_a_quantised_draft_changes_drafts_and_no_text(draft: str, quant: Any) -> None:
+    def decode(**options: Any) -> Any:
+        decoder = load(VECTORS, draft=str(VECTORS / draft), dtype="float32", **options)
+        for uid in range(3):
+            decoder.add(request(uid, [uid + 1, 2, 3], 24, ignore_eos=True, trace=True))
+        return decoder, finish(decoder)
+
+    decoder, got = decode(draft_quant=quant)
+    plain, expected = decode()
+    assert (decoder.info.draft_quant, plain.info.draft_quant) == (quant, "none")
+    assert isinstance(decoder._drafter.model.fc, nn.QuantizedLinear)
+    assert decoder._drafter.model.fc.bits == int(quant[1])
+    assert decoder._drafter.model.fc.group_size == 64
+    assert decoder._drafter.model.layers[0].mlp.up_proj.group_size == 32
+    assert decoder._drafter.config != plain._drafter.config, "costs are another pair's"
+    for uid in got:
+        assert got[uid].token_ids == expected[uid].token_ids
+    if quant == "w4":
+        assert any(got[u].drafted_per_cycle != expected[u].drafted_per_cycle for u in got)
+
+
+def test_a_draft_without_a_layer_to_quantise_is_refused() -> None:
+    with pytest.raises(LoadError, match="no layer"):
+        quantise(nn.Linear(24, 8), "w4")
+    with pytest.raises(LoadError, match="w3"):
+        quantise(nn.Linear(64, 8), "w3")
+
+
+def test_other_names_of_tensors_are_read(pair: Path) -> None:
+    expected = dict(tree_flatten(load(pair)._drafter.model.parameters()))
+    path = str(pair / "draft-b8" / "model.safetensors")
+    weights: dict[str, mx.array] = mx.load(path)  # type: ignore[assignment]
+    other = {
+        name.replace("layers.0.", "midlayer.")
+        .replace("fc.weight", "encoder.fc.weight")
+        .replace("hidden_norm.", "encoder.output_norm_enc."): array
+        for name, array in weights.items()
+    }
+    assert other.keys() != weights.keys()
+    mx.save_safetensors(path, other)
+    got = dict(tree_flatten(load(pair)._drafter.model.parameters()))
+    assert got.keys() == expected.keys()
+    assert all(mx.array_equal(expected[name], array) for name, array in got.items())
 
 
 @pytest.mark.parametrize(
@@ -210,7 +322,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_says_so(
 ) -> None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def offline(name: str, allow_patterns: list[str]) -> str:
+    def offline(name: str, revision: str | None, allow_patterns: list[str]) -> str:
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(loading, "snapshot_download", offline)

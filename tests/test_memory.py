@@ -60,3 +60,22 @@ def test_a_row_that_can_never_fit_is_refused_by_name() -> None:
         decoder.add(request(1, [1, 2], 500))
     assert refused.value.code == "out_of_memory"
     assert len(finish(decoder)) == 1
+
+
+def test_a_decoder_that_is_narrowed_answers_all_rows_the_same() -> None:
+    target = make_target("llama")
+
+    def run(narrow_to: int | None) -> dict[int, tuple[int, ...]]:
+        decoder = make_decoder(target, NoDrafter(), max_batch=4)
+        for uid in range(6):
+            decoder.add(request(uid, [1 + uid, 2, 3], 8))
+        done = {one.uid: one for one in decoder.step()}
+        if narrow_to is not None:
+            decoder.narrow(narrow_to)
+            decoder.narrow(16)  # never wider than it was loaded for
+        done |= finish(decoder)
+        widths = [done[uid].batch_width for uid in (4, 5)]  # taken in after the change
+        assert max(widths) <= (narrow_to or 4)
+        return {uid: one.token_ids for uid, one in done.items()}
+
+    assert run(1) == run(None)

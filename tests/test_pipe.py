@@ -23,8 +23,10 @@ from dflash_batch.worker.pipe import (
     Drop,
     EngineEnd,
     Failed,
+    Hold,
     Load,
     Loading,
+    Narrow,
     Ready,
     Report,
     RowDone,
@@ -38,7 +40,16 @@ LOAD = Load(model=MODEL, worker="w", max_batch=4)
 def fake(spec: LoadSpec, progress: Progress) -> FakeDecoder:
     progress("weights", None)
     options = argparse.Namespace(
-        step_s=0.0, seed=0, crash="", hang="", fail="fail", once="", journal=""
+        step_s=0.0,
+        seed=0,
+        crash="",
+        hang="",
+        seize="",
+        fail="fail",
+        once="",
+        journal="",
+        wide=0,
+        leak=0,
     )
     return FakeDecoder(spec, options)
 
@@ -127,6 +138,29 @@ def test_dropped_rows_are_not_reported() -> None:
     assert sum(isinstance(report, RowDone) for report in engine.reports) < 500
 
 
+def test_an_engine_that_is_held_keeps_its_rows_and_beats_and_goes_on() -> None:
+    with served() as engine:
+        engine.end.send(LOAD)
+        engine.end.send(Hold(on=True))
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=[row(i) for i in range(9)]))
+        engine.until(Beat, 2)
+        beat = [report for report in engine.reports if isinstance(report, Beat)][-1]
+        assert (beat.steps, beat.waiting) == (0, 9)
+        assert not [report for report in engine.reports if isinstance(report, RowDone)]
+        engine.end.send(Hold(on=False))
+        engine.until(RowDone, 9)
+
+
+def test_an_engine_that_is_narrowed_takes_fewer_rows_in() -> None:
+    with served() as engine:
+        engine.end.send(LOAD)
+        engine.end.send(Narrow(rows=1))
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=[row(i) for i in range(6)]))
+        engine.until(RowDone, 6)
+    widths = {r.result.metrics.batch_width for r in engine.reports if isinstance(r, RowDone)}
+    assert widths == {1}
+
+
 def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_engine() -> None:
     with served(no_model) as engine:
         engine.end.send(LOAD)
@@ -143,6 +177,20 @@ def test_a_fault_in_one_prompt_fails_its_row_alone() -> None:
     ended = {r.result.index: r.result for r in engine.reports if isinstance(r, RowDone)}
     assert ended[0].code == "internal_error"
     assert ended[1].ok
+
+
+def test_a_row_whose_numbers_fail_ends_once_and_alone() -> None:
+    """Its other choices are taken out of the decoder with it."""
+    with served() as engine:
+        engine.end.send(LOAD)
+        rows = [row(0, "overflow").model_copy(update={"n": 6}), row(1)]
+        engine.end.send(Admit(shard_id="s", epoch=1, rows=rows))
+        engine.until(RowDone, 2)
+        engine.end.send(Admit(shard_id="t", epoch=1, rows=[row(2)]))
+        engine.until(RowDone, 3)
+    done = [report for report in engine.reports if isinstance(report, RowDone)]
+    codes = sorted((report.shard_id, report.result.index, report.result.code) for report in done)
+    assert codes == [("s", 0, "numerical_error"), ("s", 1, None), ("t", 2, None)]
 
 
 def test_an_error_in_a_step_is_reported_and_ends_the_engine() -> None:

@@ -185,7 +185,7 @@ def test_a_suspect_is_leased_alone_and_to_empty_hands(queue: Queue) -> None:
     queue.release(other)
     (only,) = queue.lease("w", MODEL.key, TTL, 3)
     assert only.shard.id == "batch_a-0"
-    assert Care.of(only) is Care.ALONE
+    assert Care.of(only) is Care.ROW_BY_ROW
     (beside,) = queue.lease("w2", MODEL.key, TTL, 1)
     queue.release(only)
     assert beside.shard.id == "batch_a-1"
@@ -203,7 +203,7 @@ def test_suspicion_grows_with_deaths_and_ends_with_a_condemned_row(queue: Queue)
     lease = lease_one(queue)
     assert [*cares, Care.of(lease)] == [
         Care.TOGETHER,
-        Care.ALONE,
+        Care.ROW_BY_ROW,
         Care.ROW_BY_ROW,
         Care.CONDEMNED,
     ]

@@ -206,7 +206,7 @@ def test_escaped_pairs_and_escaped_backslashes_are_fine() -> None:
         (line(url=TEXT), ErrorCode.MISMATCHED_ENDPOINT, "messages"),
         (line(body=BODY | {"prompt": "x"}), ErrorCode.MISMATCHED_ENDPOINT, "prompt"),
         (BODY | {"prompt": "x"}, ErrorCode.MISMATCHED_ENDPOINT, "prompt"),
-        (line(body=BODY | {"tools": [{}]}), ErrorCode.UNSUPPORTED_PARAMETER, "tools"),
+        (line(body=BODY | {"stream": True}), ErrorCode.UNSUPPORTED_PARAMETER, "stream"),
         (line(body=BODY | {"max_tokens": "8"}), ErrorCode.INVALID_VALUE, "max_tokens"),
         (line(metadata="x"), ErrorCode.INVALID_VALUE, "metadata"),
     ],

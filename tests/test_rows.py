@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from dflash_batch.decoder.errors import PromptError
-from dflash_batch.decoder.types import Candidate, Completion, ModelInfo, Sampling, TokenLogprob
+from dflash_batch.decoder.types import (
+    Candidate,
+    Completion,
+    Fault,
+    ModelInfo,
+    Sampling,
+    Thinking,
+    TokenLogprob,
+    ToolCall,
+)
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import CHAT, TEXT, JobSpec, RowResult, RowStatus
 
@@ -26,26 +35,37 @@ INFO = ModelInfo(
     has_tokenizer=True,
     has_chat_template=True,
 )
+OPEN, CLOSE = 90, 91
 WHERE = rows.Circumstances(
     info=INFO, worker="host-1", attempts=2, created=1_764_530_000, waited_ms=5.0
 )
 
 
 class Encoder:
-    info = INFO
+    """`<` begins thinking and `>` ends it; a prompt that ends in `<` ends inside."""
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def __init__(self, info: ModelInfo = INFO) -> None:
+        self.info = info
+        self.options: dict[str, Any] = {}
+
+    def thinking(self, prompt: Sequence[int], *, continued: bool = False) -> Thinking | None:
+        inside = prompt[-1] == OPEN or (continued and OPEN in prompt)
+        return Thinking((OPEN,), (CLOSE,), open=inside) if self.info.family == "qwen3" else None
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        self.options = options
         if messages[0]["role"] == "robot":
             raise PromptError("no such role", code="chat_template_error")
         return [1, *self.encode_text(messages[0]["content"])]
 
     def encode_text(self, text: str) -> list[int]:
-        return [10 + ord(letter) - ord("a") for letter in text]
+        marks = {"<": OPEN, ">": CLOSE}
+        return [marks.get(letter, 10 + ord(letter) - ord("a")) for letter in text]
 
     def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         if len(prompt) >= self.info.context_length:
             raise PromptError("too long", code="context_length_exceeded")
-        return max_tokens or self.info.context_length - len(prompt)
+        return self.info.context_length - len(prompt) if max_tokens is None else max_tokens
 
 
 def chat(**fields: Any) -> JobSpec:
@@ -232,6 +252,7 @@ def test_a_chat_answer_has_the_shape_of_the_api() -> None:
         "spec": "on",
         "cache_source": "batch",
         "draft": "org/draft",
+        "draft_quant": "none",
         "block": 16,
         "dtype": "bfloat16",
     }
@@ -339,3 +360,148 @@ def test_logprobs_of_a_completion_have_the_shape_of_the_api() -> None:
         "top_logprobs": [{"h": -0.5, "é": -1.0}, {"i": -0.25, "\ufffd": -9999.0}],
         "text_offset": [0, 1],
     }
+
+
+def test_a_chat_is_told_of_its_template_and_its_tools() -> None:
+    encoder = Encoder(replace(INFO, calls_tools=True, template_names=frozenset({"tools"})))
+    tool = {"type": "function", "function": {"name": "f"}}
+    row = chat(template={"enable_thinking": False}, tools=[tool], skip_special_tokens=False)
+    (request,) = rows.requests(row, encoder, 0)
+    assert encoder.options == {"enable_thinking": False, "tools": [tool]}
+    assert request.tools == (tool,)
+    assert not request.skip_special_tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "prompt", "thinking"),
+    [
+        ("ab", {}, (1, 10, 11), Thinking((OPEN,), (CLOSE,))),
+        ("ab<", {}, (1, 10, 11, OPEN), Thinking((OPEN,), (CLOSE,), open=True)),
+        (
+            *("ab<", {"thinking_token_budget": 7}, (1, 10, 11, OPEN)),
+            Thinking((OPEN,), (CLOSE,), open=True, budget=7),
+        ),
+        (
+            *("ab", {"thinking_token_budget": 0}, (1, 10, 11)),
+            Thinking((OPEN,), (CLOSE,), budget=0),
+        ),
+        # a block without room is closed before anything is said
+        (
+            *("ab<", {"thinking_token_budget": 0}, (1, 10, 11, OPEN, CLOSE)),
+            Thinking((OPEN,), (CLOSE,), budget=0),
+        ),
+        (
+            *("<a", {"template": {"continue_final_message": True}}, (1, OPEN, 10)),
+            Thinking((OPEN,), (CLOSE,), open=True),
+        ),
+    ],
+)
+def test_a_chat_knows_whether_it_begins_inside_a_thinking_block(
+    content: str, fields: dict[str, Any], prompt: tuple[int, ...], thinking: Thinking
+) -> None:
+    row = chat(messages=[{"role": "user", "content": content}], **fields)
+    (request,) = rows.requests(row, Encoder(), 0)
+    assert (request.prompt, request.thinking) == (prompt, thinking)
+
+
+def test_a_completion_is_not_split() -> None:
+    (request,) = rows.requests(text("ab<"), Encoder(), 0)
+    assert request.thinking is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "param"),
+    [
+        ({"family": "llama"}, {"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"calls_tools": False}, {"tools": [{}]}, "tools"),
+        ({"calls_tools": True, "template_names": frozenset()}, {"tools": [{}]}, "tools"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(
+    changes: dict[str, Any], fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(PromptError) as caught:
+        rows.requests(chat(**fields), Encoder(replace(INFO, **changes)), 0)
+    assert (caught.value.code, caught.value.param) == ("unsupported_parameter", param)
+
+
+def test_nothing_ends_a_text_before_min_tokens() -> None:
+    row = text("abc", [7], min_tokens=5, stop_token_ids=[9, 400])
+    first, second = rows.requests(row, Encoder(), 0)
+    assert first.sampling.late == (2, 9)  # the end of the text too, and no id beyond the words
+    assert (first.sampling.late_from, second.sampling.late_from) == (8, 6)
+    assert first.min_tokens == 5
+    (request,) = rows.requests(text("a", min_tokens=5, ignore_eos=True), Encoder(), 0)
+    assert request.sampling.late == ()
+
+
+def test_thinking_has_both_its_names_and_is_counted() -> None:
+    row = chat(n=2, template={"enable_thinking": True, "colour": 1}, thinking_token_budget=9)
+    where = replace(WHERE, info=replace(INFO, template_names=frozenset({"enable_thinking"})))
+    done = [
+        completion(0, reasoning="hm", reasoning_tokens=2),
+        completion(1, reasoning="", reasoning_tokens=1, text="", finish_reason="length"),
+    ]
+    prompts = [request.prompt for request in rows.requests(row, Encoder(), 0)]
+    result = rows.result(row, prompts, done, where)
+    assert result.response is not None
+    body = result.response["body"]
+    assert [choice["message"] for choice in body["choices"]] == [
+        {
+            **{"role": "assistant", "content": "hi", "refusal": None},
+            **{"reasoning_content": "hm", "reasoning": "hm"},
+        },
+        {
+            **{"role": "assistant", "content": "", "refusal": None},
+            **{"reasoning_content": "", "reasoning": ""},
+        },
+    ]
+    assert body["choices"][1]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
+    assert body["dflash"]["template"] == row.template
+    assert body["dflash"]["thinking_token_budget"] == 9
+    assert body["dflash"]["warnings"] == ["the chat template does not read colour"]
+    assert RowResult.unpacked(result.packed()) == result
+
+
+def test_tool_calls_have_the_shape_of_the_api() -> None:
+    call = ToolCall("add", '{"a": 1}')
+    result = answer(
+        chat(), [completion(0, text="", tool_calls=(call,), finish_reason="tool_calls")]
+    )
+    assert result.response is not None
+    (choice,) = result.response["body"]["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (shown,) = choice["message"]["tool_calls"]
+    assert shown["id"].startswith("call_")
+    assert shown["type"] == "function"
+    assert shown["function"] == {"name": "add", "arguments": '{"a": 1}'}
+
+
+def test_an_echo_is_the_prompt_as_given_and_its_first_token_has_no_log_probability() -> None:
+    first = TokenLogprob(Candidate(10, "a", float("nan")), (), 0)
+    row = text("a", [10], echo=True, max_tokens=0, logprobs=2)
+    (request, _) = rows.requests(row, Encoder(), 0)
+    assert (request.echo, request.max_tokens, request.scored) == (True, 0, True)
+    said: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": (first, *LOGPROBS)}
+    done = [completion(uid, echo="(a)", **said) for uid in range(2)]
+    result = answer(row, done)
+    assert result.response is not None
+    choices = result.response["body"]["choices"]
+    assert [choice["text"] for choice in choices] == ["a", "(a)"]
+    assert choices[0]["logprobs"] == {
+        "tokens": ["a", "h", "\ufffd"],
+        "token_logprobs": [None, -0.5, -9999.0],
+        "top_logprobs": [None, {"h": -0.5, "é": -1.0}, {"i": -0.25, "\ufffd": -9999.0}],
+        "text_offset": [0, 0, 1],
+    }
+
+
+def test_a_row_whose_numbers_failed_is_an_error_line() -> None:
+    fault = Fault("numerical_error", "NaN")
+    result = rows.faulty(chat(), fault, [completion(0, fault=fault)], WHERE)
+    assert (result.status, result.code) == (RowStatus.ERROR, "numerical_error")
+    assert result.response is not None
+    assert result.response["status_code"] == 500
+    assert result.metrics.completion_tokens == 3

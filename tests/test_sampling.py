@@ -16,7 +16,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from markov import MarkovDrafter, MarkovTarget, bad_tables, fits, good_tables, text_law
-from tiny import finish, make_decoder, make_model, make_target, request
+from tiny import (
+    OracleDrafter,
+    as_target,
+    finish,
+    greedy,
+    make_decoder,
+    make_model,
+    make_target,
+    request,
+)
 
 from dflash_batch.decoder.acceptance import Coupled, Rejection, Rule, accepts, residual
 from dflash_batch.decoder.drafters import DrafterSpec, NoDrafter, Proposal
@@ -341,3 +350,32 @@ def test_log_probabilities_are_those_of_the_raw_logits(target: Any, rows: int) -
             assert [c.token for c in token.top] == np.argsort(-place)[:wanted].tolist()
             assert all(c.logprob == pytest.approx(place[c.token], abs=1e-4) for c in token.top)
             assert token.chosen.text == f"token_id:{token.chosen.token}"
+
+
+# Late tokens
+
+
+@pytest.mark.parametrize(("drafts", "depth"), [(0, 0), (4, 0), (4, 1)])
+def test_what_ends_a_text_is_not_chosen_before_its_time(drafts: int, depth: int) -> None:
+    """Against plain decoding with these tokens ruled out, the row beside it left as it is."""
+    model = make_model("qwen3")
+    prompts, count, least = [[5, 9, 11], [6, 9, 13, 8]], 14, 8
+    free = [greedy(model, prompt, count) for prompt in prompts]
+    ends = tuple(sorted({free[0][1], free[0][4]}))
+    text: list[int] = []
+    for _ in range(least):
+        logits = model(mx.array([prompts[0] + text]))[0, -1]
+        ruled_out = (mx.arange(48)[:, None] == mx.array(ends)).any(axis=1)
+        text.append(int(mx.argmax(mx.where(ruled_out, -mx.inf, logits))))
+    text += greedy(model, prompts[0] + text, count - least)
+    drafter: Any = NoDrafter()
+    if drafts:
+        whole = [prompts[0] + text, prompts[1] + free[1]]
+        drafter = OracleDrafter(whole, block=drafts + 1, wrong=0.3, seed=3)
+    decoder = make_decoder(as_target(model, "qwen3"), drafter, depth=depth)
+    late = Sampling(late=ends, late_from=len(prompts[0]) + least)
+    decoder.add(request(0, prompts[0], count, sampling=late))
+    decoder.add(request(1, prompts[1], count))
+    done = finish(decoder)
+    assert text != free[0]
+    assert [list(done[uid].token_ids) for uid in range(2)] == [text, free[1]]

@@ -13,8 +13,17 @@ from tiny import finish, request
 
 from dflash_batch.decoder.cost import CostTable
 from dflash_batch.decoder.engine import Decoder
+from dflash_batch.decoder.guard import Guarded
 from dflash_batch.decoder.loading import load_decoder
-from dflash_batch.decoder.policy import SIZES, Fixed, Goodput, Plain
+from dflash_batch.decoder.policy import (
+    SIZES,
+    Fixed,
+    Goodput,
+    Landed,
+    Plain,
+    RowOutcome,
+    RowView,
+)
 from dflash_batch.decoder.types import Completion, LoadSpec
 
 QWEN3 = FOLDER / "dflash-qwen3-tiny"
@@ -43,7 +52,9 @@ def as_on_a_cpu() -> CostTable:
 
 def test_the_policy_is_the_one_named() -> None:
     assert isinstance(load(spec="auto").policy, Goodput)
-    assert type(load(spec="on").policy) is Fixed
+    on = load(spec="on").policy
+    assert isinstance(on, Guarded)
+    assert type(on.inner) is Fixed
     assert isinstance(load(spec="off").policy, Plain)
     assert isinstance(load(spec="auto", draft="none").policy, Plain)
 
@@ -70,6 +81,52 @@ def test_auto_parks_where_every_token_costs_the_same_and_says_so() -> None:
     assert policy.parked
     assert {c.spec for c in done.values()} == {"auto-off"}
     assert sum(c.draft_tokens for c in done.values()) < 0.1 * 4 * 40
+
+
+def test_drafts_that_hardly_ever_stand_are_parked_with_one_warning_and_said_in_results(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decoder = load(spec="on")
+    guard = decoder.policy
+    assert isinstance(guard, Guarded)
+    # A random draft: next to nothing stands, until texts run in circles.
+    with caplog.at_level(logging.WARNING):
+        done = decode(decoder, 400)
+    assert caplog.text.count("drafts_parked") == 1
+    slow = [c for c in done.values() if c.cycles > 300]
+    assert slow, "they saw the drafts parked"
+    assert all(c.draft_tokens < 0.7 * 7 * c.cycles for c in slow)
+    assert all("parked" in (c.draft_notice or "") for c in slow)
+    plain = decode(load(spec="off"), 400)
+    assert {u: c.token_ids for u, c in done.items()} == {u: c.token_ids for u, c in plain.items()}
+
+
+def cycles(guard: Guarded, count: int, accepted: int) -> list[int]:
+    """What is chosen in `count` cycles of one row in which `accepted` drafts of seven stand."""
+    chosen = []
+    for _ in range(count):
+        k = guard.choose([RowView(0, 100)], 1, 64)
+        stood = min(accepted, k)
+        guard.landed(Landed(1, k + 1, 64, None, [RowOutcome(0, k, stood)]))
+        chosen.append(k)
+    return chosen
+
+
+def test_a_guard_parks_tries_again_rarely_and_lets_good_drafts_be() -> None:
+    warned: list[str] = []
+    guard = Guarded(Fixed(7, trim=False), warned.append)
+    assert set(cycles(guard, 200, 1)) == {7}, "one in seven is enough"
+    cycles(guard, -200 % guard.CYCLES, 1)
+    assert (guard.parked, guard.notice, guard.effective(200, 0)) == (False, None, "on")
+    bad = cycles(guard, guard.CYCLES + guard.WAIT + guard.TRIAL + 2 * guard.WAIT, 0)
+    trial = [7] * guard.TRIAL
+    assert bad == [7] * guard.CYCLES + [0] * guard.WAIT + trial + [0] * 2 * guard.WAIT
+    assert guard.effective(200, 150) == "auto-off"
+    assert guard.effective(200, 20) == "on"
+    assert cycles(guard, 300, 5) == [7] * 300, "the trial went well"
+    cycles(guard, 10_000, 0)
+    assert len(warned) == 1
+    assert warned[0] == guard.notice
 
 
 def policy_without_clock(policy: Goodput) -> Any:

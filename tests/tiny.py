@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -187,6 +188,28 @@ def request(uid: int, prompt: list[int], max_tokens: int, **options: Any) -> Req
     return Request(uid=uid, prompt=tuple(prompt), max_tokens=max_tokens, **options)
 
 
+class Scripted:
+    """A target that says the same text behind every prompt of a length."""
+
+    def __init__(self, target: Any, prompt: int, text: list[int]) -> None:
+        self._target, self._prompt, self._text = target, prompt, text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def forward(self, tokens: Any, arena: Any, taps: Any) -> Any:
+        self._index = arena.lens.index
+        return self._target.forward(tokens, arena, taps)
+
+    def logits(self, hidden: Any) -> Any:
+        index = self._index
+        if hidden.shape[1] != index.shape[1]:  # the last token of a prompt
+            index = mx.full((hidden.shape[0], 1), self._prompt - 1)
+        script = mx.array([*self._text, 0])
+        says = script[mx.clip(index - self._prompt + 1, 0, len(self._text))]
+        return mx.where(mx.arange(VOCAB) == says[..., None], 9.0, 0.0)
+
+
 class OracleDrafter:
     """Knows each row's true continuation, and is wrong at seeded random places.
 
@@ -230,6 +253,9 @@ class OracleDrafter:
             seen = state.seen.setdefault(row, [])
             del seen[int(offsets[row]) :]
             seen.extend(ids[row, : counts[row]].tolist())
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        pass
 
 
 class OracleState:

@@ -174,6 +174,7 @@ class BatchSide(WorkerSide):
         self._run("cancel", batch_id)  # so that nobody leases what is going away
         for chunk in chunks(list(self._shard_ids(batch_id)), CHUNK):
             self._run("drop", batch_id, *chunk)
+            self.client.delete(*(Key.crash(shard_id) for shard_id in chunk))
             if self.mirror:
                 self.mirror.forget(chunk)
         self._run("forget", batch_id)

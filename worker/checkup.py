@@ -51,6 +51,7 @@ class Subject:
     home: Path
     url: str | None = field(repr=False)  # it may hold a password
     model: ModelRef | None = None
+    insecure: bool = False  # `url` may be where others can read along
 
 
 Check = Callable[[Subject], Iterator[Finding]]
@@ -172,7 +173,7 @@ def queue(subject: Subject) -> Iterator[Finding]:
         if subject.url is None:
             yield Finding("queue", "ok", f"a server of our own: {find_binary()}")
             return
-        check_server(subject.url)
+        check_server(subject.url, insecure=subject.insecure)
         yield from _shared_queue(subject.url)
     except UserError as error:
         yield Finding("queue", "failed", str(error))

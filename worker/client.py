@@ -24,7 +24,7 @@ from dflash_batch.worker.conditions import ALWAYS
 from dflash_batch.worker.contract import BatchState, JobSpec, ModelRef, Spec
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.follow import Follower, QueueLost
-from dflash_batch.worker.home import cost_dir, private_dir
+from dflash_batch.worker.home import cost_dir, pending_dir, private_dir
 from dflash_batch.worker.journal import Journal, Run, open_journal
 from dflash_batch.worker.locks import locked
 from dflash_batch.worker.private import PrivateWorker
@@ -71,6 +71,7 @@ class RunOptions:
     errors: Path
     home: Path
     redis: str | None = None  # None: DFLASH_BATCH_REDIS, else the embedded server
+    insecure: bool = False  # `redis` may be where others can read along
     new: bool = False  # start over, replacing the files
     max_batch: int = 16
     lease_ttl_s: float = 45.0
@@ -85,8 +86,9 @@ def run_batch(
     """Run `rows` to the end, and give the totals of the whole batch, earlier sessions included.
 
     `bad` are lines to be written as failed. Raises Interrupted, or a UserError: OutputTaken,
-    OutputFailed, HomeError, ServerStartError, ServerUnfit, QueueUnreachable, QueueLost, BatchBusy,
-    ModelUnavailable, WorkerFailed, BatchLost. After each of them the same command continues.
+    OutputFailed, HomeError, ServerStartError, ServerUnfit, QueueExposed, QueueUnreachable,
+    QueueLost, BatchBusy, ModelUnavailable, WorkerFailed, BatchLost. After each of them the same
+    command continues.
     """
     with open_journal(options.home) as journal, stoppable() as stop:
         session = _Session(rows, bad, options, watch, journal, stop)
@@ -239,7 +241,7 @@ class _Session:
                 server = stack.enter_context(EmbeddedServer(self.options.home))
                 url = server.url
             else:
-                check_server(url)
+                check_server(url, insecure=self.options.insecure)
             client = connect(url)
             stack.callback(client.close)
             yield Queue(client), server
@@ -338,6 +340,7 @@ class _Session:
             spec=options.spec,
             cost_dir=str(cost_dir(options.home)),
             only_when=ALWAYS,
+            pending_dir=str(pending_dir(options.home)),
             engine_command=options.engine_command,
         )
         return PrivateWorker(

@@ -45,6 +45,7 @@ class ErrorCode(StrEnum):
     CHAT_TEMPLATE_ERROR = "chat_template_error"
     TOKENIZER_MISSING = "tokenizer_missing"
     OUT_OF_MEMORY = "out_of_memory"
+    NUMERICAL_ERROR = "numerical_error"
     WORKER_LOST = "worker_lost"
     GENERATION_TIMEOUT = "generation_timeout"
     INTERNAL_ERROR = "internal_error"
@@ -93,6 +94,7 @@ class JobSpec(Record):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    min_tokens: int = 0  # nothing ends the text before
     temperature: float = 0.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
@@ -105,6 +107,11 @@ class JobSpec(Record):
     n: Annotated[int, Field(ge=1)] = 1  # choices for each prompt
     logprobs: int | None = None  # alternatives told with each token's log p; None: no log p
     return_token_ids: bool = False
+    echo: bool = False  # TEXT: the prompt, and its log p, before the answer
+    skip_special_tokens: bool = True  # in the text
+    template: dict[str, Any] = {}  # CHAT: what the template is told besides the messages
+    thinking_token_budget: int | None = None  # CHAT: most tokens in the thinking block
+    tools: list[dict[str, Any]] = []  # CHAT: functions the model may call
     trace: bool = False  # body key `dflash_trace`
     metadata: dict[str, Any] | None = None  # top-level `metadata`, echoed in the output line
 
@@ -128,15 +135,18 @@ class ModelRef(Record):
     """What a worker must load to do a batch. Its key decides which worker sees which shard."""
 
     target: str  # Hugging Face id, absolute folder, or "demo"
-    draft: str = "auto"  # "auto" | "none" | folder | Hugging Face id
+    draft: str = "auto"  # "auto" | "none" | "ngram" | folder | Hugging Face id, + "+ngram"
     block: int | None = None  # tokens of a draft block; None: what the draft was trained for
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    draft_quant: Literal["none", "w4", "w8"] = "none"  # what the draft is quantised to when loaded
 
     @property
     def key(self) -> str:
         """16 hex digits over all fields and the schema."""
-        text = json.dumps([SCHEMA, self.target, self.draft, self.block, self.dtype])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        named = [SCHEMA, self.target, self.draft, self.block, self.dtype]
+        if self.draft_quant != "none":  # or keys would not be those of older clients
+            named.append(self.draft_quant)
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
 class Batch(Record):
@@ -242,6 +252,14 @@ class Lease(Record):
     max_attempts: int = 3
 
 
+class Crash(Record):
+    """How an engine died on a shard last: what decides whether a row of it is condemned."""
+
+    words: str  # the engine's last ones, for people
+    row: int | None = None  # the row that ran by itself, if one did
+    lone: int = 0  # engines in succession that this row killed by itself
+
+
 class RowMetrics(Record):
     """What one row cost. Sums over rows are what `run --json` prints."""
 
@@ -257,14 +275,20 @@ class RowMetrics(Record):
     prefill_tokens: int = 0  # really computed for this row
     cached_tokens: int = 0  # prompt_tokens - prefill_tokens, or 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # of these, before the answer
     draft_tokens: int = 0
     accepted_tokens: int = 0
     spec: Literal["on", "off", "auto-off"] = "off"
     cache_source: Literal["none", "batch", "ram", "ssd"] = "none"
     draft: str | None = None  # effective settings: name of the draft,
+    draft_quant: str = "none"  # what its weights are quantised to,
+    draft_notice: str | None = None  # why there is none, or why it is hardly used,
     block: int = 1  # tokens of a block,
     dtype: str = ""  # dtype of the weights' arithmetic
     seed: int | None = None  # of a row that was sampled: given with the request, same text
+    template: dict[str, Any] | None = None  # what the chat template was told,
+    thinking_token_budget: int | None = None
+    warnings: list[str] | None = None  # of these settings, what cannot have had an effect
     emitted_per_cycle: list[list[int]] | None = None  # one list a choice; with dflash_trace only
     drafted_per_cycle: list[list[list[int]]] | None = None
 
@@ -353,6 +377,11 @@ class Key:
     def shard(s: str) -> str:
         """hash: b, g, n, d (recorded), st, epoch, owner, deaths, p (zlib JSON rows), f (failed)"""
         return f"{Key.TAG}:s:{s}"
+
+    @staticmethod
+    def crash(s: str) -> str:
+        """string with TTL: Crash JSON"""
+        return f"{Key.TAG}:crash:{s}"
 
     @staticmethod
     def runnable(model_key: str) -> str:

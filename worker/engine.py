@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dflash_batch.decoder.errors import DecoderError, LoadError, PromptError
-from dflash_batch.decoder.types import Completion, LoadSpec, Progress, Request
+from dflash_batch.decoder.errors import LoadError, PromptError, code_of
+from dflash_batch.decoder.types import Completion, Fault, LoadSpec, Progress, Request
 from dflash_batch.decoder.types import Load as Fill
 from dflash_batch.worker import rows
 from dflash_batch.worker.contract import ErrorCode, JobSpec, RowResult
@@ -31,8 +31,10 @@ from dflash_batch.worker.pipe import (
     Drop,
     EngineEnd,
     Failed,
+    Hold,
     Load,
     Loading,
+    Narrow,
     PipeClosed,
     Ready,
     Returned,
@@ -51,6 +53,7 @@ class DecoderLike(rows.Encoder, Protocol):
 
     def add(self, request: Request) -> None: ...
     def cancel(self, uid: int) -> None: ...
+    def narrow(self, rows: int) -> None: ...
     def step(self) -> list[Completion]: ...
     def load(self) -> Fill: ...
     def unstarted(self) -> list[int]: ...
@@ -75,8 +78,7 @@ def serve(pipe: EngineEnd, load: Loader) -> int:
             _Service(pipe, decoder, order.worker).run()
         except Exception as error:  # the one place where any error of the decoder ends up
             traceback.print_exc()
-            code = error.code if isinstance(error, DecoderError) else ErrorCode.INTERNAL_ERROR
-            pipe.send(Failed(code=str(code), message=f"{type(error).__name__}: {error}"))
+            pipe.send(Failed(code=code_of(error), message=f"{type(error).__name__}: {error}"))
             return EXIT_FAILED
         finally:
             decoder.close()
@@ -111,6 +113,7 @@ class _Service:
         self._tokens = 0
         self._fill = Fill(0, 0)
         self._stopping = False
+        self._held = False
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -129,10 +132,11 @@ class _Service:
         beats.start()
         try:
             while not self._stopping:
-                for command in self._pipe.take(0.0 if self._rows else None):
+                idle = self._held or not self._rows
+                for command in self._pipe.take(None if idle else 0.0):
                     self._obey(command)
                     self._fill = self._decoder.load()
-                if self._rows:
+                if self._rows and not self._held and not self._stopping:
                     for completion in self._decoder.step():
                         self._end_choice(completion)
                     self._steps += 1
@@ -150,6 +154,10 @@ class _Service:
                 self._drop(command.shard_id)
             case AskBack():
                 self._hand_back()
+            case Hold():
+                self._held = command.on
+            case Narrow():
+                self._decoder.narrow(command.rows)
             case Stop():
                 self._stopping = True
 
@@ -211,11 +219,22 @@ class _Service:
         row, choice = entry
         row.ended[choice] = completion
         self._tokens += len(completion.token_ids)
+        if completion.fault is not None:
+            self._give_up(row, completion.fault)
+            return
         if len(row.ended) == len(row.prompts):
             completions = [row.ended[i] for i in range(len(row.prompts))]
             self._report(
                 row.shard_id, row.epoch, rows.result(row.spec, row.prompts, completions, row.where)
             )
+
+    def _give_up(self, row: _Row, fault: Fault) -> None:
+        """A choice has failed, and its row with it; the other choices are not wanted any more."""
+        for uid in [uid for uid, (other, _) in self._rows.items() if other is row]:
+            self._decoder.cancel(uid)
+            del self._rows[uid]
+        ended = list(row.ended.values())
+        self._report(row.shard_id, row.epoch, rows.faulty(row.spec, fault, ended, row.where))
 
     def _report(self, shard_id: str, epoch: int, result: RowResult) -> None:
         self._pipe.send(RowDone(shard_id=shard_id, epoch=epoch, result=result))
@@ -250,6 +269,7 @@ def _spec(order: Load) -> LoadSpec:
     return LoadSpec(
         target=order.model.target,
         draft=order.model.draft,
+        draft_quant=order.model.draft_quant,
         block=order.model.block,
         dtype=order.model.dtype,
         max_batch=order.max_batch,

@@ -2,40 +2,19 @@
 
 A field is honoured, ignored because it cannot change the text, or refused by name. Nothing that
 could change the text is dropped in silence. The reader calls `parse_body`; nobody else needs more.
+How a value is read is in values.py, and in messages.py for a chat's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dflash_batch.worker.contract import CHAT, Endpoint, ErrorCode, Prompt
-
-MAX_STOPS = 16
-"""Most stop strings of a request."""
-
-MAX_PROMPTS = 2048
-"""Most prompts, and most choices, of one `/v1/completions` request."""
-
-MAX_CHOICES = 128
-"""Most choices of one prompt."""
-
-ID_LIMIT = 2**31
-"""Token ids, and counts of tokens, are below this."""
-
-ROLES = {"developer": "system"} | {role: role for role in ("system", "user", "assistant", "tool")}
-"""Roles of messages, and what the chat template is told."""
-
-
-class FieldError(Exception):
-    """Raised when one field of a body cannot be honoured."""
-
-    def __init__(self, code: ErrorCode, message: str, param: str = "") -> None:
-        super().__init__(message)
-        self.code = code
-        self.message = message
-        self.param = param
+from dflash_batch.worker import messages
+from dflash_batch.worker import values as parse
+from dflash_batch.worker.contract import CHAT, TEXT, Endpoint, ErrorCode
+from dflash_batch.worker.values import MAX_PROMPTS, FieldError, invalid, kind_of, unsupported
 
 
 class BodyError(Exception):
@@ -67,11 +46,12 @@ def parse_body(body: dict[str, Any], endpoint: Endpoint) -> Body:
             if isinstance(rule, Honoured):
                 parsed = rule.parse(value)
                 if rule.neutral is None or parsed != rule.neutral:
+                    _check_place(rule, endpoint)
                     values[rule.into] = parsed
             elif isinstance(rule, Ignored):
                 ignored.append(name)
             elif rule is None:
-                raise _unsupported("is not known here")
+                raise unsupported("is not known here")
             else:
                 rule.check(value)
         except FieldError as error:
@@ -85,6 +65,11 @@ def parse_body(body: dict[str, Any], endpoint: Endpoint) -> Body:
         values["max_tokens"] = limit
     values.pop("best_of", None)
     _settle_logprobs(values)
+    _settle_template(values)
+    if values.pop("tool_choice", "auto") == "none":
+        values.pop("tools", None)
+    if values.pop("parallel_tool_calls", None) is not None:
+        ignored.append("parallel_tool_calls")
     if not values.get("temperature"):
         ignored += [name for name in values if name in _OF_SAMPLING]
     return Body(values, ignored)
@@ -101,10 +86,84 @@ def _settle_logprobs(values: dict[str, Any]) -> None:
         values["logprobs"] = top if wanted is True else wanted
 
 
+def _settle_template(values: dict[str, Any]) -> None:
+    """All that the chat template is told under one name.
+
+    Effort "none" is thinking turned off. A message that is gone on with needs no beginning of an
+    answer behind it.
+    """
+    told = values.pop("template", {})
+    if "enable_thinking" in values:
+        told = told | {"enable_thinking": values.pop("enable_thinking")}
+    effort = values.pop("reasoning_effort", None)
+    if effort == "none":
+        told = told | {"enable_thinking": False}
+    elif effort is not None:
+        told = told | {"reasoning_effort": effort}
+    begin = values.pop("add_generation_prompt", True)
+    if values.pop("continue_final_message", False):
+        told = told | {"add_generation_prompt": False, "continue_final_message": True}
+    elif not begin:
+        told = told | {"add_generation_prompt": False}
+    if told:
+        values["template"] = told
+
+
+def _check_place(rule: Honoured, endpoint: Endpoint) -> None:
+    """Raises FieldError for a field that means nothing at the endpoint."""
+    if rule.only is not None and rule.only != endpoint:
+        raise unsupported(f"is for {rule.only}")
+
+
 def _wrong_together(values: dict[str, Any], endpoint: Endpoint) -> list[FieldError]:
     """What is wrong with fields that are each right."""
+    checks = (_wrong_counts, _wrong_lengths, _wrong_template)
+    problems = [problem for check in checks for problem in check(values)]
+    return problems or _wrong_logprobs(values, endpoint)
+
+
+def _wrong_lengths(values: dict[str, Any]) -> list[FieldError]:
+    name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+    most, least = values.get(name), values.get("min_tokens", 0)
+    if most == 0 and not values.get("echo"):
+        return [FieldError(ErrorCode.INVALID_VALUE, f"{name} must be at least 1, or echo", name)]
+    if most is not None and least > most:
+        message = f"min_tokens is {least}, but {name} is {most}"
+        return [FieldError(ErrorCode.INVALID_VALUE, message, "min_tokens")]
+    return []
+
+
+def _wrong_template(values: dict[str, Any]) -> list[FieldError]:
+    told = values.get("template", {})
+    names = {
+        "enable_thinking": ("enable_thinking", values.get("enable_thinking")),
+        "reasoning_effort": ("reasoning_effort", values.get("reasoning_effort")),
+    }
+    if values.get("reasoning_effort") == "none":
+        names["reasoning_effort"] = ("enable_thinking", False)
+        if values.get("enable_thinking"):
+            message = 'reasoning_effort "none" contradicts enable_thinking'
+            return [FieldError(ErrorCode.INVALID_VALUE, message, "reasoning_effort")]
+    for name, (key, value) in names.items():
+        if value is not None and key in told and told[key] != value:
+            message = f"{name} contradicts chat_template_kwargs"
+            return [FieldError(ErrorCode.INVALID_VALUE, message, name)]
+    if values.get("continue_final_message"):
+        if values.get("add_generation_prompt"):
+            message = "continue_final_message leaves no place for add_generation_prompt"
+            return [FieldError(ErrorCode.INVALID_VALUE, message, "continue_final_message")]
+        if "messages" in values and values["messages"][-1]["role"] != "assistant":
+            message = "continue_final_message needs a last message of the assistant"
+            return [FieldError(ErrorCode.INVALID_VALUE, message, "continue_final_message")]
+    return []
+
+
+def _wrong_counts(values: dict[str, Any]) -> list[FieldError]:
     n, best_of = values.get("n", 1), values.get("best_of")
     prompts = len(values.get("prompts", ()))
+    if values.get("tools") and values.get("parallel_tool_calls") is False:
+        message = "parallel_tool_calls cannot be kept from the model"
+        return [FieldError(ErrorCode.UNSUPPORTED_PARAMETER, message, "parallel_tool_calls")]
     if best_of is not None and best_of > n:
         message = f"best_of above n is not supported: {n} of {best_of} answers would be chosen"
         return [FieldError(ErrorCode.UNSUPPORTED_PARAMETER, message, "best_of")]
@@ -114,6 +173,10 @@ def _wrong_together(values: dict[str, Any], endpoint: Endpoint) -> list[FieldErr
     if prompts * n > MAX_PROMPTS:
         message = f"n: {prompts:,} prompts × {n} make more than {MAX_PROMPTS:,} choices"
         return [FieldError(ErrorCode.INVALID_VALUE, message, "n")]
+    return []
+
+
+def _wrong_logprobs(values: dict[str, Any], endpoint: Endpoint) -> list[FieldError]:
     wanted = values.get("logprobs", False)
     if wanted is not False and isinstance(wanted, bool) != (endpoint == CHAT):
         kind = "true or false" if endpoint == CHAT else "a number"
@@ -142,6 +205,7 @@ class Honoured:
     into: str
     parse: Callable[[Any], Any]
     neutral: Any = None  # the parsed value that is the same as absent
+    only: Endpoint | None = None  # the endpoint where other values mean something
 
 
 @dataclass(frozen=True)
@@ -162,8 +226,8 @@ class Refused:
             return
         is_bool_as_number = isinstance(value, bool) and bool not in _as_tuple(self.kind)
         if self.kind is not object and (is_bool_as_number or not isinstance(value, self.kind)):
-            raise _invalid(f"has the wrong type: {_name(value)}")
-        raise _unsupported(self.reason)
+            raise invalid(f"has the wrong type: {kind_of(value)}")
+        raise unsupported(self.reason)
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -175,280 +239,61 @@ def _as_tuple(kind: type | tuple[type, ...]) -> tuple[type, ...]:
     return kind if isinstance(kind, tuple) else (kind,)
 
 
-def _invalid(message: str) -> FieldError:
-    return FieldError(ErrorCode.INVALID_VALUE, message)
-
-
-def _unsupported(message: str) -> FieldError:
-    return FieldError(ErrorCode.UNSUPPORTED_PARAMETER, message)
-
-
-def _name(value: Any) -> str:
-    """The JSON type of a value, with its article."""
-    if isinstance(value, bool):
-        return "a boolean"
-    names = {str: "a string", int: "an integer", float: "a number", list: "a list"}
-    return "null" if value is None else names.get(type(value), "an object")
-
-
-# Parsers. Each takes what JSON gave, never None at the top, and raises FieldError without a param.
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _invalid(f"must be a string, not {_name(value)}")
-    if not value:
-        raise _invalid("must not be empty")
-    return value
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _invalid(f"must be true or false, not {_name(value)}")
-    return value
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid(f"must be an integer, not {_name(value)}")
-    return value
-
-
-_NUMBER = (int, float)
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, _NUMBER):
-        raise _invalid(f"must be a number, not {_name(value)}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not 1 <= _integer(value) < ID_LIMIT:
-        raise _invalid("must be at least 1 and below 2^31")
-    return int(value)
-
-
-def _seed(value: Any) -> int:
-    if not -(2**63) <= _integer(value) < 2**63:
-        raise _invalid("must fit into 64 bits")
-    return int(value)
-
-
-def _between(low: float, high: float) -> Callable[[Any], float]:
-    def parse(value: Any) -> float:
-        if not low <= _number(value) <= high:
-            raise _invalid(f"must be between {low:g} and {high:g}")
-        return float(value)
-
-    return parse
-
-
-def _repetition(value: Any) -> float:
-    if not 0 < _number(value) <= 100:
-        raise _invalid("must be above 0 and at most 100")
-    return float(value)
-
-
-def _top_k(value: Any) -> int:
-    if not -1 <= _integer(value) < ID_LIMIT:
-        raise _invalid("must be at least 1, or -1 or 0 for no limit")
-    return max(0, int(value))
-
-
-def _choices(value: Any) -> int:
-    if not 1 <= _integer(value) <= MAX_CHOICES:
-        raise _invalid(f"must be between 1 and {MAX_CHOICES}")
-    return int(value)
-
-
-def _logprobs(value: Any) -> bool | int:
-    """A yes or no of chats, a number of alternatives of completions."""
-    if not isinstance(value, bool) and not 0 <= _integer(value) <= 5:
-        raise _invalid("must be between 0 and 5")
-    return bool(value) if isinstance(value, bool) else int(value)
-
-
-def _top_logprobs(value: Any) -> int:
-    if not 0 <= _integer(value) <= 20:
-        raise _invalid("must be between 0 and 20")
-    return int(value)
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    """Token ids, as strings, to what is added to their logits."""
-    if not isinstance(value, dict):
-        raise _invalid(f"must be an object, not {_name(value)}")
-    bias = {}
-    for key, number in value.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < ID_LIMIT):
-            raise _invalid(f"has a key that is no token id: {key[:40]!r}")
-        if isinstance(number, bool) or not isinstance(number, _NUMBER) or abs(number) > 100:
-            raise _invalid(f"[{key}] must be a number between -100 and 100")
-        bias[int(key)] = float(number)
-    return bias
-
-
-def _stop(value: Any) -> list[str]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _invalid("must be a string or a list of strings")
-    if len(value) > MAX_STOPS:
-        raise _invalid(f"has {len(value)} strings; at most {MAX_STOPS} are allowed")
-    if not all(value):
-        raise _invalid("must not hold an empty string")
-    return value
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value < ID_LIMIT
-
-
-def _ids(value: Any) -> list[int]:
-    if not isinstance(value, list) or not all(map(_is_id, value)):
-        raise _invalid("must be a list of token ids: integers from 0 to 2^31 - 1")
-    return value
-
-
-def _prompts(value: Any) -> list[Prompt]:
-    """A string, token ids, or a list of either; one choice for each prompt."""
-    shape = "must be a string, a list of strings, a list of token ids, or a list of such lists"
-    prompts: list[Any]
-    if isinstance(value, list) and value and not any(isinstance(p, str | list) for p in value):
-        prompts = [value]
-    else:
-        prompts = value if isinstance(value, list) else [value]
-    if not prompts:
-        raise _invalid("must not be empty")
-    if len(prompts) > MAX_PROMPTS:
-        raise _invalid(f"has {len(prompts):,} prompts; at most {MAX_PROMPTS:,} are allowed")
-    if len({type(prompt) for prompt in prompts}) != 1:
-        raise _invalid(shape + ", not a mixture")
-    for prompt in prompts:
-        if isinstance(prompt, list):
-            _ids(prompt)
-        elif not isinstance(prompt, str):
-            raise _invalid(shape)
-        if not prompt:
-            raise _invalid("must not be empty" if len(prompts) == 1 else "has an empty prompt")
-    return prompts
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as the chat template gets them: content as one string, developer as system."""
-    if not isinstance(value, list):
-        raise _invalid(f"must be a list of messages, not {_name(value)}")
-    if not value:
-        raise _invalid("must not be empty")
-    return [_message(message, at) for at, message in enumerate(value)]
-
-
-_MESSAGE_TEXTS = ("name", "tool_call_id")
-"""Keys of a message, besides role and content, that the template gets as they are."""
-
-
-def _message(value: Any, at: int) -> dict[str, Any]:
-    where = f"[{at}]"
-    if not isinstance(value, dict):
-        raise _invalid(f"{where} must be an object, not {_name(value)}")
-    role = value.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        known = ", ".join(sorted(ROLES))
-        raise _invalid(f"{where}.role must be one of {known}")
-    message = {"role": ROLES[role], "content": _content(value.get("content"), where)}
-    for key, item in value.items():
-        if key in ("role", "content") or item is None or item in ([], {}):
-            continue
-        if key not in _MESSAGE_TEXTS:
-            raise _unsupported(f"{where}.{key} is not supported")
-        if not isinstance(item, str):
-            raise _invalid(f"{where}.{key} must be a string, not {_name(item)}")
-        message[key] = item
-    return message
-
-
-def _content(value: Any, where: str) -> str:
-    """Text, or text parts joined without anything between them."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _invalid(f"{where}.content must be a string or a list of parts, not {_name(value)}")
-    return "".join(_part(part, f"{where}.content[{at}]") for at, part in enumerate(value))
-
-
-def _part(value: Any, where: str) -> str:
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        raise _invalid(f"{where} must be an object with a type")
-    if value["type"] != "text":
-        raise _unsupported(f"{where} is of type {value['type'][:40]!r}: only text is supported")
-    if not isinstance(value.get("text"), str):
-        raise _invalid(f"{where}.text must be a string")
-    extra = _first(key for key in value if key not in ("type", "text") and value[key] is not None)
-    if extra is not None:
-        raise _unsupported(f"{where}.{extra} is not supported")
-    text: str = value["text"]
-    return text
-
-
-def _first(names: Iterable[str]) -> str | None:
-    return next(iter(names), None)
-
-
-_NO_TOOLS = "is not supported yet: tools are not offered to the model"
-_NO_THINKING = "is not supported yet: the template's own default is used"
+_OLD_TOOLS = "is not supported: offer tools"
 
 FIELDS: dict[str, Honoured | Ignored | Refused] = {
     # what is asked
-    "model": Honoured("model", _text),
-    "messages": Honoured("messages", _messages),
-    "prompt": Honoured("prompts", _prompts),
+    "model": Honoured("model", parse.text),
+    "messages": Honoured("messages", messages.messages),
+    "prompt": Honoured("prompts", parse.prompts),
     # how much, and where to stop
-    "max_tokens": Honoured("max_tokens", _count),
-    "max_completion_tokens": Honoured("max_completion_tokens", _count),  # wins over max_tokens
-    "stop": Honoured("stop", _stop),
-    "stop_token_ids": Honoured("stop_token_ids", _ids),
-    "ignore_eos": Honoured("ignore_eos", _boolean),
-    "min_tokens": Refused((0,), kind=int),
+    "max_tokens": Honoured("max_tokens", parse.amount),  # 0 with echo only
+    "max_completion_tokens": Honoured("max_completion_tokens", parse.amount),  # wins
+    "stop": Honoured("stop", parse.stop),
+    "stop_token_ids": Honoured("stop_token_ids", parse.ids),
+    "ignore_eos": Honoured("ignore_eos", parse.boolean),
+    "min_tokens": Honoured("min_tokens", parse.amount, neutral=0),
     # what the answer carries
-    "return_token_ids": Honoured("return_token_ids", _boolean),
-    "dflash_trace": Honoured("trace", _boolean),
-    "n": Honoured("n", _choices, neutral=1),
-    "best_of": Honoured("best_of", _count),  # only as another word for n
-    "logprobs": Honoured("logprobs", _logprobs),
-    "top_logprobs": Honoured("top_logprobs", _top_logprobs),
+    "return_token_ids": Honoured("return_token_ids", parse.boolean),
+    "dflash_trace": Honoured("trace", parse.boolean),
+    "n": Honoured("n", parse.choices, neutral=1),
+    "best_of": Honoured("best_of", parse.count),  # only as another word for n
+    "logprobs": Honoured("logprobs", parse.logprobs),
+    "top_logprobs": Honoured("top_logprobs", parse.top_logprobs),
     "prompt_logprobs": Refused(kind=int),
-    "echo": Refused((False,), kind=bool),
+    "echo": Honoured("echo", parse.boolean, neutral=False, only=TEXT),
     "suffix": Refused(("",), kind=str),
     "include_stop_str_in_output": Refused((False,), kind=bool),
-    "skip_special_tokens": Refused((True,), kind=bool),
+    "skip_special_tokens": Honoured("skip_special_tokens", parse.boolean, neutral=True),
     "stream": Refused((False,), "has no meaning in a batch", kind=bool),
     # sampling: greedy where no temperature is named
-    "temperature": Honoured("temperature", _between(0, 2), neutral=0),
-    "top_p": Honoured("top_p", _between(0, 1), neutral=1),
-    "top_k": Honoured("top_k", _top_k, neutral=0),
-    "min_p": Honoured("min_p", _between(0, 1), neutral=0),
-    "seed": Honoured("seed", _seed),
+    "temperature": Honoured("temperature", parse.between(0, 2), neutral=0),
+    "top_p": Honoured("top_p", parse.between(0, 1), neutral=1),
+    "top_k": Honoured("top_k", parse.top_k, neutral=0),
+    "min_p": Honoured("min_p", parse.between(0, 1), neutral=0),
+    "seed": Honoured("seed", parse.seed),
     # these move the most likely token too
-    "repetition_penalty": Honoured("repetition_penalty", _repetition, neutral=1),
-    "presence_penalty": Honoured("presence_penalty", _between(-2, 2), neutral=0),
-    "frequency_penalty": Honoured("frequency_penalty", _between(-2, 2), neutral=0),
-    "logit_bias": Honoured("logit_bias", _logit_bias, neutral={}),
+    "repetition_penalty": Honoured("repetition_penalty", parse.repetition, neutral=1),
+    "presence_penalty": Honoured("presence_penalty", parse.between(-2, 2), neutral=0),
+    "frequency_penalty": Honoured("frequency_penalty", parse.between(-2, 2), neutral=0),
+    "logit_bias": Honoured("logit_bias", parse.logit_bias, neutral={}),
     "response_format": Refused(({"type": "text"},), kind=dict),
     # tools
-    "tools": Refused(([],), _NO_TOOLS, kind=list),
-    "tool_choice": Refused(("none", "auto"), _NO_TOOLS, kind=(str, dict)),
-    "parallel_tool_calls": Ignored(),
-    "functions": Refused(([],), _NO_TOOLS, kind=list),
-    "function_call": Refused(("none", "auto"), _NO_TOOLS, kind=(str, dict)),
+    "tools": Honoured("tools", messages.tools, neutral=[], only=CHAT),
+    "tool_choice": Honoured("tool_choice", messages.tool_choice),
+    "parallel_tool_calls": Honoured("parallel_tool_calls", parse.boolean),
+    "functions": Refused(([],), _OLD_TOOLS, kind=list),
+    "function_call": Refused(("none", "auto"), _OLD_TOOLS, kind=(str, dict)),
     "web_search_options": Refused(reason="is not supported", kind=dict),
     # the chat template
-    "chat_template_kwargs": Refused(({},), _NO_THINKING, kind=dict),
-    "enable_thinking": Refused(reason=_NO_THINKING, kind=bool),
-    "reasoning_effort": Refused(reason=_NO_THINKING, kind=str),
-    "thinking_token_budget": Refused(kind=int),
-    "continue_final_message": Refused((False,), kind=bool),
-    "add_generation_prompt": Refused((True,), kind=bool),
+    "chat_template_kwargs": Honoured("template", messages.template_kwargs, neutral={}, only=CHAT),
+    "enable_thinking": Honoured("enable_thinking", parse.boolean, only=CHAT),
+    "reasoning_effort": Honoured("reasoning_effort", parse.effort, only=CHAT),
+    "thinking_token_budget": Honoured("thinking_token_budget", parse.amount, only=CHAT),
+    "continue_final_message": Honoured(
+        "continue_final_message", parse.boolean, neutral=False, only=CHAT
+    ),
+    "add_generation_prompt": Honoured("add_generation_prompt", parse.boolean, only=CHAT),
     # sound
     "modalities": Refused((["text"],), "can only be text", kind=list),
     "audio": Refused(reason="is not supported: answers are text", kind=dict),

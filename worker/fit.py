@@ -97,7 +97,7 @@ class Ruler:
         """Tokens of each prompt of a row. Raises _Misfit."""
         sizes = []
         for ids in self._ids(row):
-            size, room = len(ids), row.max_tokens or 1
+            size, room = len(ids), 1 if row.max_tokens is None else row.max_tokens
             if self._vocab is not None and max(ids, default=0) >= self._vocab:
                 message = f"token id {max(ids)} is outside the vocabulary of {self._vocab:,}"
                 raise _Misfit(ErrorCode.INVALID_VALUE, message)
@@ -109,17 +109,21 @@ class Ruler:
 
     def _ids(self, row: JobSpec) -> list[list[int]]:
         if row.messages is not None:
-            return [self._chat(row.messages)]
+            return [self._chat(row, row.messages)]
         return [self._text(p) if isinstance(p, str) else p for p in row.prompts or []]
 
-    def _chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def _chat(self, row: JobSpec, messages: list[dict[str, Any]]) -> list[int]:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             message = "the model has no chat template; use /v1/completions with a prompt"
             raise _Misfit(ErrorCode.CHAT_TEMPLATE_MISSING, message)
         try:
+            # Thinking is on unless the row turns it off, as it is in the decoder.
+            options: dict[str, Any] = {"add_generation_prompt": True}
+            options["enable_thinking"] = _thinks(tokenizer)
+            options |= {"tools": row.tools} if row.tools else {}
             ids: list[int] = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages, **(options | row.template), tokenize=True, return_dict=False
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             message = f"the model's chat template refused the messages: {error}"
@@ -135,6 +139,20 @@ class Ruler:
             message = "the model folder has no tokenizer files; give the prompt as token ids"
             raise _Misfit(ErrorCode.TOKENIZER_MISSING, message)
         return self._tokenizer
+
+
+def _thinks(tokenizer: Any) -> bool:
+    """Whether the vocabulary has markers around thoughts: the pairs that mlx-lm knows."""
+    vocabulary = tokenizer.get_vocab()
+    return any(start in vocabulary and end in vocabulary for start, end in _MARKERS)
+
+
+_MARKERS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+)
 
 
 def _folder(target: str) -> Path:

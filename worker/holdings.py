@@ -14,32 +14,45 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from dflash_batch.worker import rows
-from dflash_batch.worker.contract import JobSpec, Lease, RowResult
+from dflash_batch.worker.contract import Crash, JobSpec, Lease, RowResult
 from dflash_batch.worker.scripts import CRASH
+
+_WORDS = 300  # characters of an engine's last words that are kept
 
 
 class Care(IntEnum):
     """How a shard is run, by the suspicion against it.
 
-    An engine that dies takes all rows in it down, so one death says little. A shard that was
-    there runs alone the next time. If that kills the engine too, row by row: then the row that was
-    running is the one, and after `max_attempts` deaths it is condemned and the rest goes on.
+    An engine that dies takes all rows in it down, so one death says little. Rows that were there
+    run by themselves the next time, one after the other: then the row that was running is the one.
+    Even so it may have been chance (a person, the system short of memory): a row is condemned when
+    engine after engine has died on it alone, `max_attempts` in all with the first in company. A
+    lease that only ran out says less; its shard runs without others beside it.
     """
 
     TOGETHER = 0
     ALONE = 1
     ROW_BY_ROW = 2
-    CONDEMNED = 3
+    CONDEMNED = 3  # its first row is
 
     @classmethod
-    def of(cls, lease: Lease) -> Care:
+    def of(cls, lease: Lease, crash: Crash | None = None) -> Care:
+        """`crash`: how an engine died on the shard last."""
         # suspicion counts CRASH for a death that was seen, less for a lease that only ran out
-        limit = CRASH * lease.max_attempts
         if lease.deaths <= 0:
             return cls.TOGETHER
-        if lease.deaths >= limit:
+        if _is_condemned(lease, crash):
             return cls.CONDEMNED
-        return cls.ROW_BY_ROW if lease.deaths >= limit - CRASH else cls.ALONE
+        return cls.ROW_BY_ROW if lease.deaths >= CRASH else cls.ALONE
+
+
+def _is_condemned(lease: Lease, crash: Crash | None) -> bool:
+    limit = CRASH * lease.max_attempts
+    if crash is not None and crash.row is not None:
+        first = lease.pending[0] if lease.pending else None
+        lone = crash.row == first and crash.lone >= lease.max_attempts - 1
+        return lone or lease.deaths >= 2 * limit
+    return lease.deaths >= limit  # nobody saw which row it was: a row that takes machines down
 
 
 @dataclass(slots=True)
@@ -56,11 +69,19 @@ class Held:
     over: bool = False  # nothing is left to do in it
     leaving: bool = False  # to be given back once `finished` is committed
     crashed: bool = False  # … with blame: an engine died on it
+    before: Crash | None = None  # how one died on it in earlier hands
+    lone: int | None = None  # the row that ran by itself when it died
 
     @property
     def open_rows(self) -> int:
         """Rows without a record."""
         return len(self.waiting) + len(self.running) + len(self.returned) + len(self.again)
+
+    def crash(self, words: str) -> Crash:
+        """How the engine died on it, for who holds it next."""
+        again = self.before is not None and self.before.row == self.lone
+        lone = (self.before.lone if self.before is not None and again else 0) + 1
+        return Crash(words=words[:_WORDS], row=self.lone, lone=0 if self.lone is None else lone)
 
 
 HOT_GROUPS = 16
@@ -109,18 +130,24 @@ class Holdings:
         """Age of the oldest record that is not committed."""
         return 0.0 if self._oldest is None else time.monotonic() - self._oldest
 
-    def take(self, lease: Lease) -> Held:
-        """Begin to hold a shard: its rows without a record are waiting."""
+    def take(self, lease: Lease, crash: Crash | None = None) -> Held:
+        """Begin to hold a shard: its rows without a record are waiting.
+
+        `crash`: how an engine died on it last.
+        """
         pending = set(lease.pending)
         waiting = deque(row for row in lease.shard.rows if row.index in pending)
-        held = Held(lease, Care.of(lease), waiting)
+        held = Held(lease, Care.of(lease, crash), waiting, before=crash)
         self._held[lease.shard.id] = held
         if group := lease.shard.group:
             others = [other for other in self.hot if other != group]
             self.hot = [group, *others[: HOT_GROUPS - 1]]
         if held.care is Care.CONDEMNED and waiting:
             row = waiting.popleft()
-            self.finish(held, rows.poison(row, lease.owner, lease.max_attempts))
+            self.finish(
+                held,
+                rows.poison(row, lease.owner, lease.max_attempts, crash.words if crash else ""),
+            )
         return held
 
     def to_admit(self) -> list[tuple[Lease, list[JobSpec]]]:
@@ -174,6 +201,8 @@ class Holdings:
             if held.open_rows:
                 held.leaving = True
                 held.crashed = held.crashed or (blame and bool(held.running))
+                if held.care >= Care.ROW_BY_ROW and len(held.running) == 1:
+                    (held.lone,) = held.running
 
     def give_back_all(self) -> None:
         """Every shard that is not complete is to leave, without blame."""

@@ -34,6 +34,11 @@ def cost_dir(home: Path) -> Path:
     return home / "costs"
 
 
+def pending_dir(home: Path) -> Path:
+    """Where records of workers wait while the queue is away."""
+    return home / "pending"
+
+
 def platform_home() -> Path:
     """Where this platform keeps an application's state."""
     if sys.platform == "darwin":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from dflash_batch.worker.contract import ErrorCode, JobSpec, Lease, ModelRef
+from dflash_batch.worker.guard import Guard
 from dflash_batch.worker.log import say, warn
 from dflash_batch.worker.pipe import (
     Admit,
@@ -22,7 +23,9 @@ from dflash_batch.worker.pipe import (
     Command,
     Drop,
     Failed,
+    Hold,
     Load,
+    Narrow,
     Ready,
     Report,
     RowDone,
@@ -30,6 +33,7 @@ from dflash_batch.worker.pipe import (
     SupervisorEnd,
 )
 from dflash_batch.worker.settings import WorkerSettings
+from dflash_batch.worker.width import Width
 
 FAILURES_TO_PARK = 5
 PARKED_S = 300.0
@@ -45,6 +49,7 @@ class Died:
     code: str
     loading: bool  # before it was ready: no row is to blame
     hopeless: bool  # the model cannot be loaded, or has failed too often: trying again is no use
+    too_wide: bool = False  # out of memory with several rows at once: none of them is to blame
 
 
 class Keeper:
@@ -56,6 +61,10 @@ class Keeper:
         self._engine: _Engine | None = None
         self._failures = 0
         self._start_at = 0.0
+        self._holding = False
+        self._width = Width(settings.max_batch)
+        self._guard = Guard(settings.memory_limit)
+        self.spent = False  # it takes too much memory: to be replaced as soon as it has no rows
         self.model: ModelRef | None = None
         self.ready: Ready | None = None
         self.load = Beat(steps=0, waiting=0, active=0, tokens=0)
@@ -70,6 +79,7 @@ class Keeper:
         if model != self.model:
             self.stop()
             self.model = model
+            self._width = Width(self._settings.max_batch)
             self._failures = 0
             self._start_at = 0.0
 
@@ -84,6 +94,13 @@ class Keeper:
     def ask_back(self) -> None:
         """Ask for half of what the engine has not started; `Returned` tells which rows."""
         self._send(AskBack())
+
+    def hold(self, on: bool) -> None:
+        """Have the engine stand still with its rows, or go on."""
+        if on != self._holding and self._engine is not None:
+            self._holding = on
+            say("decoding_paused" if on else "decoding_resumed")
+            self._send(Hold(on=on))
 
     def listen(self, timeout_s: float, *, busy: bool) -> list[Report | Died]:
         """What the engine has said since; waits for it up to `timeout_s`.
@@ -103,14 +120,18 @@ class Keeper:
                     self.ready = report
                 case Beat():
                     self.load = report
+                    self._guard_memory(engine)
                 case RowDone():
                     self._failures = 0
                 case _:
                     pass
             reports.append(report)
-        if not busy:
+        if self._holding or not busy:
             engine.rest()
-        if engine.over or self._stands_still(engine):
+        if self.spent and not busy:
+            say("engine_recycled", pid=engine.pid)
+            self.stop()
+        elif engine.over or self._stands_still(engine):
             reports.append(self._bury(engine))
         return reports
 
@@ -122,15 +143,29 @@ class Keeper:
             self._engine.stop()
             self._forget_engine()
 
+    def _guard_memory(self, engine: _Engine) -> None:
+        """An engine that takes too much gets no more rows, and ends with those it has."""
+        if self._guard.look(engine.pid) and not self.spent and self.ready is not None:
+            self.spent = True
+            self._width.trouble()
+            warn("memory_over_limit", bytes=self._guard.highest, limit=self._guard.limit)
+            self._send(Narrow(rows=self._width.rows))
+
     def _start_if_due(self) -> None:
         if self.model is not None and self._engine is None and time.monotonic() >= self._start_at:
             self._engine = _Engine(self._settings.engine_command)
-            say("engine_started", pid=self._engine.pid, model=self.model.target)
+            self._width.start()
+            say(
+                "engine_started",
+                pid=self._engine.pid,
+                model=self.model.target,
+                width=self._width.rows,
+            )
             self._send(
                 Load(
                     model=self.model,
                     worker=self._worker,
-                    max_batch=self._settings.max_batch,
+                    max_batch=self._width.rows,
                     max_context=self._settings.max_context,
                     spec=self._settings.spec,
                     cost_dir=self._settings.cost_dir,
@@ -147,10 +182,19 @@ class Keeper:
     def _bury(self, engine: _Engine) -> Died:
         """Take leave of an engine and decide when to start the next one."""
         loading = self.ready is None
-        reason = engine.bury()
+        reason, killed = engine.bury()
         failed = engine.failed
+        code = failed.code if failed else ErrorCode.INTERNAL_ERROR.value
         if failed is not None:
             reason = failed.message
+        elif killed and self._guard.was_short:  # by the system, for want of memory
+            code = ErrorCode.OUT_OF_MEMORY.value
+        no_memory = code == ErrorCode.OUT_OF_MEMORY.value
+        too_wide = no_memory and not self._width.least
+        if no_memory:
+            self._width.trouble()
+        else:
+            self._width.peace()
         self._failures += 1
         hopeless = loading and (failed is not None or self._failures >= FAILURES_TO_PARK)
         wait_s = PARKED_S if hopeless else min(2.0 ** (self._failures - 2), PARKED_S)
@@ -159,11 +203,12 @@ class Keeper:
         )
         self._forget_engine()
         warn("engine_died", reason=reason, loading=loading, failures=self._failures)
-        code = failed.code if failed else ErrorCode.INTERNAL_ERROR.value
-        return Died(reason=reason, code=code, loading=loading, hopeless=hopeless)
+        return Died(reason, code, loading=loading, hopeless=hopeless, too_wide=too_wide)
 
     def _forget_engine(self) -> None:
         self._engine = None
+        self._holding = self.spent = False
+        self._guard.forget()
         self.ready = None
         self.load = Beat(steps=0, waiting=0, active=0, tokens=0)
 
@@ -240,8 +285,8 @@ class _Engine:
     def kill(self) -> None:
         self._process.kill()
 
-    def bury(self) -> str:
-        """Wait for the end of the process and say how it came, for people."""
+    def bury(self) -> tuple[str, bool]:
+        """Wait for the end of the process; how it came, for people, and whether by SIGKILL."""
         self._pipe.close()
         try:
             status = self._process.wait(_STOP_S)
@@ -251,7 +296,8 @@ class _Engine:
         self._relay()
         self._talk.close()
         how = f"exit status {status}" if status >= 0 else f"killed by {_signal_name(-status)}"
-        return f"{how}: {self._tail[-1]}" if self._tail else how
+        words = f"{how}: {self._tail[-1]}" if self._tail else how
+        return words, status == -signal.SIGKILL
 
     def _watch(self, report: Report) -> None:
         match report:

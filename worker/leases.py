@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from dflash_batch.worker.contract import (
     SCHEMA,
+    Crash,
     ErrorCode,
     JobSpec,
     Key,
@@ -27,6 +28,9 @@ COMMIT_ROWS = 64
 
 UPLOAD_ABANDONED_MS = 86_400_000
 """An upload that stood still for so long is forgotten."""
+
+CRASH_KEPT_S = 86_400
+"""How an engine died on a shard is kept this long."""
 
 DRAIN_ASKED_S = 86_400
 """A request to drain is kept this long, for a worker that is away."""
@@ -147,6 +151,15 @@ class WorkerSide(Side):
         """
         suspicion = CRASH if crashed else 0
         return bool(self._run("release", lease.shard.id, lease.epoch, lease.owner, suspicion))
+
+    def note_crash(self, shard_id: str, crash: Crash) -> None:
+        """Keep how an engine died on the shard, for who holds it next."""
+        self.client.set(Key.crash(shard_id), crash.dump(), ex=CRASH_KEPT_S)
+
+    def last_crash(self, shard_id: str) -> Crash | None:
+        """What `note_crash` kept last."""
+        data = self.client.get(Key.crash(shard_id))
+        return None if data is None else Crash.parse(data)
 
     def give_back(self, lease: Lease, rows: Sequence[JobSpec]) -> Parted | None:
         """Unstarted rows of a held shard become a shard of their own, for whoever is idle.

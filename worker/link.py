@@ -15,7 +15,11 @@ _LONGEST_WAIT_S = 5.0
 
 
 class Link:
-    """`if link.up: with link: …` runs calls to Redis and swallows outages, with growing pauses."""
+    """`if link.up: with link: …` runs calls to Redis and sits out its errors, with growing pauses.
+
+    What is no outage (a permission taken away, a key of a stranger) is for a person to put right;
+    it is said as such, and the worker is there when that has been done.
+    """
 
     def __init__(self) -> None:
         self._lost_at: float | None = None
@@ -46,11 +50,11 @@ class Link:
                 self._lost_at = None
                 self._wait_s = _FIRST_WAIT_S
             return False
-        if not isinstance(error, redis.RedisError) or not is_outage(error):
+        if not isinstance(error, redis.RedisError):
             return False
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-            warn("queue_away", error=error)
+            warn("queue_away" if is_outage(error) else "queue_refuses", error=error)
         self._try_at = time.monotonic() + self._wait_s
         self._wait_s = min(self._wait_s * 2, _LONGEST_WAIT_S)
         return True

@@ -39,13 +39,11 @@ def run_worker(settings: WorkerSettings) -> int:
         try:
             # two pools: RQ sets timeouts of its own on the one it is given. Calls are not tried
             # again inside the client: the service loop does that, and beats first
-            queue = Queue(connect(settings.redis_url, retries=1))
-            supervisor = Supervisor(
-                settings,
-                queue,
-                connect(settings.redis_url, retries=1),
-                citizen(settings.only_when),
+            main, view = (
+                connect(settings.redis_url, retries=1, timeout_s=settings.call_timeout_s)
+                for _ in range(2)
             )
+            supervisor = Supervisor(settings, Queue(main), view, citizen(settings.only_when))
             break
         except QueueUnreachable as error:
             if time.monotonic() > deadline:

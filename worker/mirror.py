@@ -49,9 +49,14 @@ def not_for_rq_workers(shard_id: str) -> None:
 
 @contextmanager
 def _observing(step: str) -> Iterator[None]:
-    """A view that fails is logged and never stops a job; `repair` catches up later."""
+    """A view that fails is logged and never stops a job; `repair` catches up later.
+
+    Not so when the server is away: each call would wait for its timeout, and beats would be late.
+    """
     try:
         yield
+    except (redis.ConnectionError, redis.TimeoutError):
+        raise
     except (redis.RedisError, NoSuchJobError, ValueError) as error:
         warn("view_failed", step=step, error=error)
 

@@ -56,6 +56,20 @@ class AskBack(Record):
     kind: Literal["ask_back"] = "ask_back"
 
 
+class Hold(Record):
+    """Stand still, or go on: rows stay where they are."""
+
+    kind: Literal["hold"] = "hold"
+    on: bool
+
+
+class Narrow(Record):
+    """Take in no more than so many rows at once from here on."""
+
+    kind: Literal["narrow"] = "narrow"
+    rows: int
+
+
 class Stop(Record):
     """End, whatever is in hand."""
 
@@ -124,7 +138,7 @@ class Bye(Record):
     kind: Literal["bye"] = "bye"
 
 
-Command = Load | Admit | Drop | AskBack | Stop
+Command = Load | Admit | Drop | AskBack | Hold | Narrow | Stop
 Report = Loading | Ready | Failed | RowDone | Returned | Beat | Bye
 
 _command: TypeAdapter[Command] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])

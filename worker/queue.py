@@ -14,6 +14,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.retry import Retry
 
+from dflash_batch.worker.address import tls_options
 from dflash_batch.worker.batches import BatchSide, QueueRefused
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.leases import COMMIT_ROWS, Committed, WorkerSide
@@ -53,6 +54,7 @@ def connect(url: str, *, retries: int = 3, timeout_s: float = _TIMEOUT_S) -> red
             url,
             protocol=2,
             decode_responses=False,
+            **tls_options(url),
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             health_check_interval=15,

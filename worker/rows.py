@@ -10,6 +10,7 @@ The result's response is what the OpenAI API would have answered, with our own f
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,11 @@ from dflash_batch.decoder.errors import PromptError
 from dflash_batch.decoder.types import (
     Candidate,
     Completion,
+    Fault,
     ModelInfo,
     Request,
     Sampling,
+    Thinking,
     TokenLogprob,
 )
 from dflash_batch.worker.contract import (
@@ -40,8 +43,9 @@ class Encoder(Protocol):
 
     info: ModelInfo
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]: ...
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]: ...
     def encode_text(self, text: str) -> list[int]: ...
+    def thinking(self, prompt: Sequence[int], *, continued: bool = False) -> Thinking | None: ...
     def room(self, prompt: Sequence[int], max_tokens: int | None) -> int: ...
 
 
@@ -62,8 +66,10 @@ def requests(row: JobSpec, encoder: Encoder, first_uid: int) -> list[Request]:
     Raises PromptError, its `param` set, when a prompt cannot be used.
     """
     try:
+        _check_tools(row, encoder.info)
         sampling = _sampling(row, encoder.info)
         prompts = [_checked(prompt, encoder.info) for prompt in _prompts(row, encoder)]
+        thinking = _thinking(row, prompts, encoder)
         choices = [prompt for prompt in prompts for _ in range(row.n)]
         return [
             Request(
@@ -74,8 +80,13 @@ def requests(row: JobSpec, encoder: Encoder, first_uid: int) -> list[Request]:
                 stop_token_ids=frozenset(row.stop_token_ids),
                 ignore_eos=row.ignore_eos,
                 trace=row.trace,
-                sampling=replace(sampling, choice=choice),
+                sampling=_for_choice(sampling, row, choice, len(prompt)),
                 logprobs=row.logprobs,
+                min_tokens=row.min_tokens,
+                skip_special_tokens=row.skip_special_tokens,
+                thinking=thinking,
+                tools=tuple(row.tools),
+                echo=row.echo,
             )
             for choice, prompt in enumerate(choices)
         ]
@@ -92,6 +103,7 @@ def result(
 ) -> RowResult:
     """The record of a row whose choices have all ended; `prompts` are the token ids of each."""
     metrics = _metrics(completions, where, row.n)
+    metrics = metrics.model_copy(update=_effective(row, where.info))
     return RowResult(
         index=row.index,
         custom_id=row.custom_id,
@@ -104,6 +116,28 @@ def result(
         metrics=metrics,
         metadata=row.metadata,
     )
+
+
+def _effective(row: JobSpec, info: ModelInfo) -> dict[str, Any]:
+    """Settings of the template and of the thinking, and which of them the model cannot know."""
+    known = info.template_names
+    odd = [] if known is None else [name for name in row.template if name not in known | _ALWAYS]
+    return {
+        "template": row.template or None,
+        "thinking_token_budget": row.thinking_token_budget,
+        "warnings": [f"the chat template does not read {name}" for name in odd] or None,
+    }
+
+
+_ALWAYS = frozenset({"add_generation_prompt", "continue_final_message"})
+"""Settings that do not depend on what the template reads."""
+
+
+def faulty(
+    row: JobSpec, fault: Fault, completions: Sequence[Completion], where: Circumstances
+) -> RowResult:
+    """The record of a row of which a choice has failed in the decoder."""
+    return failure(row, 500, fault.code, fault.message, metrics=_metrics(completions, where))
 
 
 def refusal(row: JobSpec, error: PromptError, where: Circumstances) -> RowResult:
@@ -143,16 +177,57 @@ def failure(
     )
 
 
-def poison(row: JobSpec, worker: str, attempts: int) -> RowResult:
-    """The record of a row on which engine after engine has died."""
+def poison(row: JobSpec, worker: str, attempts: int, last_words: str = "") -> RowResult:
+    """The record of a row on which engine after engine has died; the last one's words are in it."""
+    how = f" ({last_words})" if last_words else ""
     return failure(
         row,
         500,
         ErrorCode.WORKER_LOST.value,
-        f"the engine died {attempts} times while this row was in it; it is not tried again",
+        f"the engine died {attempts} times while this row was in it{how}; it is not tried again",
         metrics=RowMetrics(worker=worker, attempts=attempts),
         status=RowStatus.POISON,
     )
+
+
+def _check_tools(row: JobSpec, info: ModelInfo) -> None:
+    """Raises PromptError when tools are on offer to a model that knows none."""
+    unread = info.template_names is not None and "tools" not in info.template_names
+    if row.tools and (unread or not info.calls_tools):
+        why = "does not read tools" if unread else "has no form of tool calls that is known here"
+        raise PromptError(
+            f"the model's chat template {why}",
+            code=ErrorCode.UNSUPPORTED_PARAMETER.value,
+            param="tools",
+        )
+
+
+def _thinking(row: JobSpec, prompts: list[list[int]], encoder: Encoder) -> Thinking | None:
+    """The thinking block of a chat. One that the prompt opens and that has no budget is closed
+    there, which is the same as what the decoder does later."""
+    budget = row.thinking_token_budget
+    if row.endpoint != CHAT:
+        return None
+    continued = bool(row.template.get("continue_final_message"))
+    found = encoder.thinking(prompts[0], continued=continued)
+    if budget is None:
+        return found
+    if found is None:
+        raise PromptError(
+            "thinking_token_budget needs a model that has markers around its thinking",
+            code=ErrorCode.UNSUPPORTED_PARAMETER.value,
+            param="thinking_token_budget",
+        )
+    if found.open and budget == 0:
+        prompts[0] += found.end
+        return replace(found, open=False, budget=0)
+    return replace(found, budget=budget)
+
+
+def _for_choice(sampling: Sampling, row: JobSpec, choice: int, prompt: int) -> Sampling:
+    """The sampling of one choice, behind a prompt of so many tokens."""
+    late_from = prompt + row.min_tokens if sampling.late else 0
+    return replace(sampling, choice=choice, late_from=late_from)
 
 
 def _sampling(row: JobSpec, info: ModelInfo) -> Sampling:
@@ -164,6 +239,8 @@ def _sampling(row: JobSpec, info: ModelInfo) -> Sampling:
             code=ErrorCode.INVALID_VALUE.value,
             param="logit_bias",
         )
+    ends = set(row.stop_token_ids) | (set() if row.ignore_eos else info.eos_token_ids)
+    late = sorted(end for end in ends if end < info.vocab_size) if row.min_tokens else []
     # 53 bits: any JSON reader can hand the number back unchanged.
     seed = secrets.randbits(53) if row.seed is None else row.seed
     return Sampling(
@@ -175,13 +252,15 @@ def _sampling(row: JobSpec, info: ModelInfo) -> Sampling:
         presence_penalty=row.presence_penalty,
         frequency_penalty=row.frequency_penalty,
         logit_bias=tuple(row.logit_bias.items()),
+        late=tuple(late),
         seed=seed,
     )
 
 
 def _prompts(row: JobSpec, encoder: Encoder) -> list[list[int]]:
     if row.messages is not None:
-        return [encoder.encode_chat(row.messages)]
+        tools = {"tools": row.tools} if row.tools else {}
+        return [encoder.encode_chat(row.messages, **row.template, **tools)]
     return [
         encoder.encode_text(prompt) if isinstance(prompt, str) else prompt
         for prompt in row.prompts or []
@@ -234,11 +313,14 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         prefill_tokens=total("prefill_tokens"),
         cached_tokens=cached,
         completion_tokens=sum(len(completion.token_ids) for completion in completions),
+        reasoning_tokens=total("reasoning_tokens"),
         draft_tokens=total("draft_tokens"),
         accepted_tokens=total("accepted_tokens"),
         spec=_spec(completions, where),
         cache_source="batch" if cached else "none",
         draft=info.draft,
+        draft_quant=info.draft_quant,
+        draft_notice=next((c.draft_notice for c in completions if c.draft_notice), None),
         block=info.block,
         dtype=info.dtype,
         seed=completions[0].seed if completions else None,
@@ -281,7 +363,7 @@ def _body(
             "completion_tokens": metrics.completion_tokens,
             "total_tokens": metrics.prompt_tokens + metrics.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": metrics.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": metrics.reasoning_tokens},
         },
         "dflash": facts(metrics),
     }
@@ -295,9 +377,9 @@ def _choice(
 ) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index}
     if row.endpoint == CHAT:
-        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        choice["message"] = _message(completion)
     else:
-        choice["text"] = completion.text
+        choice["text"] = _echoed(row, index, completion) + completion.text
     choice["logprobs"] = _logprobs(row, completion.logprobs)
     choice["finish_reason"] = completion.finish_reason
     if row.return_token_ids:
@@ -305,6 +387,28 @@ def _choice(
         if row.endpoint != CHAT:
             choice["prompt_token_ids"] = list(prompt)
     return choice
+
+
+def _message(completion: Completion) -> dict[str, Any]:
+    """The answer; thinking under both names that clients know it by."""
+    message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+    if completion.reasoning is not None:
+        message["reasoning_content"] = message["reasoning"] = completion.reasoning
+    if completion.tool_calls:
+        message["content"] = completion.text or None
+        message["tool_calls"] = [
+            {"id": _name("call_"), "type": "function", "function": call._asdict()}
+            for call in completion.tool_calls
+        ]
+    return message
+
+
+def _echoed(row: JobSpec, index: int, completion: Completion) -> str:
+    """The prompt of a choice as text, as it was given if it was text."""
+    if not row.echo:
+        return ""
+    prompt = (row.prompts or [])[index // row.n]
+    return prompt if isinstance(prompt, str) else completion.echo or ""
 
 
 def _logprobs(row: JobSpec, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
@@ -319,10 +423,15 @@ def _logprobs(row: JobSpec, tokens: Sequence[TokenLogprob] | None) -> dict[str, 
         return {"content": content, "refusal": None}
     return {
         "tokens": [token.chosen.text for token in tokens],
-        "token_logprobs": [_finite(token.chosen.logprob) for token in tokens],
-        "top_logprobs": [_by_text(token) for token in tokens],
+        "token_logprobs": [_finite(t.chosen.logprob) if _known(t) else None for t in tokens],
+        "top_logprobs": [_by_text(token) if _known(token) else None for token in tokens],
         "text_offset": [token.offset for token in tokens],
     }
+
+
+def _known(token: TokenLogprob) -> bool:
+    """Whether the token has a log p: the first of an echoed prompt has none."""
+    return not math.isnan(token.chosen.logprob)
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
@@ -352,18 +461,21 @@ def _finite(logprob: float) -> float:
 def facts(metrics: RowMetrics) -> dict[str, Any]:
     """`body.dflash`: what the row cost, less what `usage` says already.
 
-    Of a sampled row, `seed`: the request with this seed gives the same text again.
+    Of a sampled row, `seed`: the request with this seed gives the same text again. `template` is
+    what the chat template was told, `warnings` what of that it does not read. Where there was no
+    draft or hardly any draft stood, `draft_notice`.
     With `dflash_trace`: `emitted_per_cycle`, the tokens each cycle gave, and `drafted_per_cycle`,
     the tokens proposed in each. For one choice a list over its cycles ([int], [[int]]); for
     several choices one such list for each, in their order.
     """
-    shown = metrics.model_dump(exclude={"prompt_tokens", "completion_tokens"})
+    shown = metrics.model_dump(exclude={"prompt_tokens", "completion_tokens", "reasoning_tokens"})
+    for name in ("seed", "draft_notice", "template", "thinking_token_budget", "warnings"):
+        if shown[name] is None:
+            del shown[name]
     for name in ("emitted_per_cycle", "drafted_per_cycle"):
         trace = shown.pop(name)
         if trace is not None:
             shown[name] = trace[0] if len(trace) == 1 else trace
-    if metrics.seed is None:
-        del shown["seed"]
     return shown
 
 

@@ -19,8 +19,6 @@ _SHOWN_S = 60  # RQ lists a worker this long (and a minute more) after its last 
 class RqFace(BaseWorker):
     """An RQ worker that leaves the work to its subclass."""
 
-    connection_timeout = 5  # seconds; RQ would make it minutes, for blocking calls we never make
-
     def __init__(self, name: str, client: redis.Redis) -> None:
         super().__init__(
             [Key.QUEUE],
@@ -29,6 +27,11 @@ class RqFace(BaseWorker):
             serializer=JSONSerializer,
             worker_ttl=_SHOWN_S,
         )
+
+    @property
+    def connection_timeout(self) -> int:
+        """Our client keeps its own: RQ would make it minutes, for blocking calls we never make."""
+        return 0
 
     def appear_in_rq(self) -> None:
         self.register_birth()
@@ -41,6 +44,8 @@ class RqFace(BaseWorker):
             # the server came back empty, or we slept past our time; a piece may have been written
             self.connection.delete(self.key)
             self.register_birth()
+        if self.pubsub is None:  # the queue was away when we came
+            self.subscribe()
         suspended = bool(is_suspended(self.connection, self))
         if self.pubsub is not None:
             while message := self.pubsub.get_message(ignore_subscribe_messages=True, timeout=0):

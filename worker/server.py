@@ -26,6 +26,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from dflash_batch.worker.address import check_address
 from dflash_batch.worker.binary import (
     ENV_REDIS,
     OLDEST,
@@ -60,16 +61,16 @@ class ServerUnfit(UserError):
 
 
 @contextmanager
-def redis_url(option: str | None, home: Path) -> Iterator[str]:
+def redis_url(option: str | None, home: Path, *, insecure: bool = False) -> Iterator[str]:
     """The URL of the queue for as long as the block lasts.
 
     `option` (--redis) comes before DFLASH_BATCH_REDIS, and both before the embedded server of
-    `home`, which runs at least until the block ends. Raises QueueUnreachable, ServerUnfit or
-    ServerStartError.
+    `home`, which runs at least until the block ends. `insecure` allows an address over which others
+    can read along. Raises QueueExposed, QueueUnreachable, ServerUnfit or ServerStartError.
     """
     url = given_url(option)
     if url is not None:
-        check_server(url)
+        check_server(url, insecure=insecure)
         yield url
         return
     with EmbeddedServer(home) as server:
@@ -86,11 +87,12 @@ def given_url(option: str | None) -> str | None:
     return option or os.environ.get(ENV_REDIS) or None
 
 
-def check_server(url: str) -> None:
-    """Make sure that the server at `url` answers and can keep a queue.
+def check_server(url: str, *, insecure: bool = False) -> None:
+    """Make sure that the server at `url` may be spoken to, answers and can keep a queue.
 
-    Raises QueueUnreachable or ServerUnfit.
+    Raises QueueExposed, QueueUnreachable or ServerUnfit.
     """
+    check_address(url, insecure=insecure)
     client = connect(url)
     try:
         facts = client.info("server") | client.info("memory")

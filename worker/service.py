@@ -13,8 +13,9 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Literal
 from uuid import uuid4
@@ -24,10 +25,12 @@ import redis
 from dflash_batch.worker.citizen import Citizen, Verdict
 from dflash_batch.worker.contract import PASSING, SHARD_ROWS, Lease, WorkerInfo
 from dflash_batch.worker.holdings import Care, Held, Holdings
+from dflash_batch.worker.home import HomeError
 from dflash_batch.worker.keeper import PARKED_S, Died, Keeper
 from dflash_batch.worker.link import Link
 from dflash_batch.worker.log import say, warn
 from dflash_batch.worker.parting import ASK_S, Parting
+from dflash_batch.worker.pending import Pending, deliver, open_pending
 from dflash_batch.worker.pipe import Beat, Loading, Ready, Returned, RowDone
 from dflash_batch.worker.queue import COMMIT_ROWS, Queue
 from dflash_batch.worker.rq_face import RqFace
@@ -82,8 +85,10 @@ class Supervisor(RqFace):
         self._drain_s: float | None = None  # what `drain` asked for last
         self._signalled: float | None = None
         self._suspended = False
-        self._beaten = 0.0
+        self._pending: Pending | None = None
+        self._beaten = self._renewed = 0.0
         self._next_beat = self._next_look = self._next_lease = self._next_repair = 0.0
+        self._next_delivery = 0.0
         self._refused: dict[str, float] = {}  # model key -> not before (monotonic)
         self._is_child = os.getppid() == settings.parent_pid
         self._rows_done = 0
@@ -92,7 +97,7 @@ class Supervisor(RqFace):
 
     def run(self) -> int:
         """Work until there is a reason to end. Returns the exit status."""
-        with self._signals():
+        with self._signals(), self._disk():
             self._arrive()
             try:
                 while self._exit is None:
@@ -107,11 +112,13 @@ class Supervisor(RqFace):
         if self._link.up:
             with self._link:
                 self._look_around()
+                self._deliver()
                 self._beat()
                 self._commit()
                 self._part()
                 self._give_back()
                 self._lease()
+        self._keep()
         self._admit()
         self._mind_the_end()
 
@@ -182,6 +189,13 @@ class Supervisor(RqFace):
             warn("upload_abandoned", batch=batch_id)
             self._queue.forget(batch_id)
 
+    def _deliver(self) -> None:
+        """Record what a worker of this home had decoded when it died with the queue away."""
+        if self._pending is None or not _due(self._next_delivery):
+            return
+        deliver(self._pending, self._queue, self._settings.lease_ttl_ms)
+        self._next_delivery = time.monotonic() + _REPAIR_S
+
     def _beat(self) -> None:
         """Renew the leases; always before the first commit after an outage."""
         if self._link.lost:
@@ -190,6 +204,7 @@ class Supervisor(RqFace):
             return
         self._beaten = time.monotonic()
         verdicts = self._queue.beat(self.name, self._settings.lease_ttl_ms, self._holdings.leases)
+        self._renewed = self._beaten
         self._next_beat = time.monotonic() + self._settings.lease_ttl_s / 4
         for shard_id, verdict in verdicts.items():
             if verdict != "ok":
@@ -242,6 +257,8 @@ class Supervisor(RqFace):
             if held.leaving and not held.finished:
                 shard_id = held.lease.shard.id
                 self._keeper.drop(shard_id)
+                if held.crashed:
+                    self._queue.note_crash(shard_id, held.crash(self.note))
                 released = self._queue.release(held.lease, crashed=held.crashed)
                 self._holdings.let_go(shard_id)
                 say("released", shard=shard_id, rows=held.open_rows, crashed=held.crashed or None)
@@ -266,8 +283,19 @@ class Supervisor(RqFace):
         if not self._holdings:
             self._choose_model()
 
+    def _keep(self) -> None:
+        """Sit out an outage: records go to disk, and decoding stops when the leases have run out.
+
+        Who has those rows by then would do them a second time, or we would for them.
+        """
+        waiting = [held for held in self._holdings if held.finished]
+        if self._pending is not None:
+            self._pending.follow(waiting, away=self._link.lost)
+        late = time.monotonic() - self._renewed > self._settings.lease_ttl_s
+        self._keeper.hold(late and self._link.lost and bool(self._holdings))
+
     def _admit(self) -> None:
-        if self._keeper.ready is not None:
+        if self._keeper.ready is not None and not self._keeper.spent:
             for lease, rows in self._holdings.to_admit():
                 self._keeper.admit(lease, rows)
 
@@ -295,6 +323,7 @@ class Supervisor(RqFace):
             and self._stop_at is None
             and not self._suspended
             and self._verdict.may
+            and not self._keeper.spent
             and not self._holdings.alone
             and self._holdings.open_rows < 2 * self._settings.max_batch
         )
@@ -327,7 +356,8 @@ class Supervisor(RqFace):
     def _take(self, lease: Lease) -> None:
         if self._holdings.let_go(lease.shard.id):
             self._keeper.drop(lease.shard.id)  # it ran out while we slept, and came back to us
-        held = self._holdings.take(lease)
+        crash = self._queue.last_crash(lease.shard.id) if lease.deaths else None
+        held = self._holdings.take(lease, crash)
         say(
             "leased",
             shard=lease.shard.id,
@@ -374,7 +404,7 @@ class Supervisor(RqFace):
 
     def _engine_died(self, died: Died) -> None:
         """Its rows go back to the queue; blame only where rows were running."""
-        self._holdings.engine_died(blame=not died.loading)
+        self._holdings.engine_died(blame=not (died.loading or died.too_wide))
         self.note = died.reason
         self._speed.reset()
         self._next_beat = 0.0
@@ -455,7 +485,21 @@ class Supervisor(RqFace):
         with self._link:
             self._queue.retire(self.name)
             self.teardown()
+        self._keep()
         say("worker_ended", name=self.name, rows=self._rows_done)
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """The place for records while the queue is away, if there is one."""
+        folder = self._settings.pending_dir
+        with ExitStack() as stack:
+            if folder is not None:
+                place = open_pending(Path(folder), self._settings.redis_url, self.name)
+                try:
+                    self._pending = stack.enter_context(place)
+                except HomeError as error:
+                    warn("not_kept", error=error)  # records wait in memory then
+            yield
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -25,11 +25,13 @@ class WorkerSettings:
     spec: Spec = "on"  # draft where it pays (auto), always, or never; no token depends on it
     cost_dir: str | None = None  # where measured cycle costs are kept
     only_when: str = ""  # conditions under which rows may run, see conditions.py
+    pending_dir: str | None = None  # where records wait while the queue is away; None: in memory
     burst: bool = False  # exit when nothing is left to do
     batch_id: str | None = None  # private worker: only this batch, exit when it is over
     engine_command: tuple[str, ...] = ENGINE_COMMAND
     name: str | None = None  # "<host>-<uuid>" by default
     grace_s: float = 60.0  # after a signal, rows in hand have this long to finish
+    memory_limit: int | None = None  # bytes an engine may take; None: nine tenths of the machine's
     stall_timeout_s: float = 180.0  # an engine that makes no step for this long is replaced
     log_level: str = "INFO"
     parent_pid: int | None = None  # release all and exit when this process is gone
@@ -42,6 +44,11 @@ class WorkerSettings:
     @property
     def lease_ttl_ms(self) -> int:
         return int(self.lease_ttl_s * 1000)
+
+    @property
+    def call_timeout_s(self) -> float:
+        """How long a call to the queue may take: a lost one must not cost the lease."""
+        return min(5.0, self.lease_ttl_s / 4)
 
     @property
     def leaves_when_done(self) -> bool:

@@ -27,6 +27,12 @@ class Stack:
     def logits(self, hidden: mx.array) -> mx.array:
         return self.head(self._model.norm(hidden))
 
+    @property
+    def norm_scale(self) -> mx.array:
+        """The weights [h] of the final norm, which `head` expects to have been applied."""
+        weight: mx.array = self._model.norm.weight
+        return weight
+
     def embed(self, tokens: mx.array) -> mx.array:
         x: mx.array = self._model.embed_tokens(tokens)
         return x

@@ -2,7 +2,8 @@
 
 Written from the formulas of DFlash (arXiv 2602.06036): single-shot block diffusion, keys and values
 of the context made from target features. Attention is plain matmul and softmax, so every backend
-has its gradient. All layers are full and non-causal; sliding layers are not trained here.
+has its gradient. All layers are full and non-causal; sliding layers are not trained here. It
+computes in the dtype of its parameters.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+
+from dflash_batch.decoder import draft_config
+from dflash_batch.decoder.errors import LoadError
+from dflash_batch.decoder.loading import read_config
+from dflash_batch.decoder.training.files import save_text, save_weights
 
 
 @dataclass(frozen=True)
@@ -54,30 +60,58 @@ class DraftConfig:
         intermediate_size: int | None = None,
     ) -> DraftConfig:
         """A draft shaped like the target whose ``config.json`` is given, with ``layers`` layers."""
+        text = target.get("text_config") or target  # of a multimodal checkpoint
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
         return cls(
-            hidden_size=target["hidden_size"],
-            intermediate_size=intermediate_size or target["intermediate_size"],
+            hidden_size=hidden,
+            # A target of experts alone does not say how wide a dense layer would be.
+            intermediate_size=intermediate_size or text.get("intermediate_size") or 3 * hidden,
             num_hidden_layers=layers,
-            num_attention_heads=target["num_attention_heads"],
-            num_key_value_heads=target["num_key_value_heads"],
-            head_dim=target["head_dim"],
-            vocab_size=target["vocab_size"],
-            num_target_layers=target["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=text.get("num_key_value_heads") or heads,
+            head_dim=text.get("head_dim") or hidden // heads,
+            vocab_size=text.get("vocab_size") or target["vocab_size"],
+            num_target_layers=text["num_hidden_layers"],
             target_layer_ids=tuple(taps),
             mask_token_id=mask_token_id,
             block_size=block_size,
-            rope_theta=target["rope_theta"],
-            rms_norm_eps=target["rms_norm_eps"],
-            max_position_embeddings=target["max_position_embeddings"],
+            rope_theta=_rope_theta(text),
+            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=text.get("max_position_embeddings") or 2048,
         )
 
     @classmethod
     def load(cls, folder: Path) -> DraftConfig:
-        """Read back what ``save_draft`` wrote."""
-        raw = json.loads((folder / "config.json").read_text())
-        values = {**raw, **raw["dflash_config"]}
-        values["target_layer_ids"] = tuple(values["target_layer_ids"])
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        """The shape of a public draft. Raises LoadError that names what cannot be trained here."""
+        read = draft_config.DraftConfig.parse(read_config(folder))
+        odd = {
+            "sliding layers": any(read.windows),
+            "layers that are causal inside the block": any(read.causal),
+            "rope scaling": read.rope_scaling is not None,
+            "DFlash 2 parts": read.second is not None,
+            "attention biases": read.attention_bias,
+            "soft-capped logits": read.softcap is not None,
+            "scaled embeddings or logits": (read.embedding_scale, read.output_multiplier) != (1, 1),
+        }
+        if any(odd.values()):
+            names = ", ".join(name for name, present in odd.items() if present)
+            raise LoadError(f"{folder}: a draft with {names} cannot be trained further yet")
+        return cls(
+            hidden_size=read.hidden_size,
+            intermediate_size=read.intermediate_size,
+            num_hidden_layers=read.num_layers,
+            num_attention_heads=read.num_heads,
+            num_key_value_heads=read.num_kv_heads,
+            head_dim=read.head_dim,
+            vocab_size=read.vocab_size,
+            num_target_layers=read.num_target_layers,
+            target_layer_ids=read.target_layer_ids,
+            mask_token_id=read.mask_token_id,
+            block_size=read.block_size,
+            rope_theta=read.rope_theta,
+            rms_norm_eps=read.rms_norm_eps,
+            max_position_embeddings=read.max_position_embeddings,
+        )
 
     def public(self) -> dict[str, Any]:
         """``config.json`` in the public v1 layout; the block size stands at both places in use."""
@@ -158,15 +192,31 @@ def rotate(x: mx.array, positions: mx.array, base: float) -> mx.array:
     angles = positions[..., None, None].astype(mx.float32) * frequencies
     cosine, sine = mx.cos(angles), mx.sin(angles)
     left, right = x[..., :half], x[..., half:]
-    return mx.concatenate([left * cosine - right * sine, right * cosine + left * sine], axis=-1)
+    turned = mx.concatenate([left * cosine - right * sine, right * cosine + left * sine], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def initialise(draft: Draft, norm_scale: mx.array) -> None:
+    """Start values: small steps into the residual stream, and the target's own final norm.
+
+    The stream then begins near the embeddings, and the frozen head reads what it is used to.
+    """
+    small = (2 * len(draft.layers)) ** -0.5
+    for layer in draft.layers:
+        for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            projection.weight = projection.weight * small
+    draft.norm.weight = norm_scale.astype(mx.float32)
 
 
 def save_draft(draft: Draft, config: DraftConfig, folder: Path) -> None:
-    """Write ``config.json`` and bfloat16 ``model.safetensors`` in the public layout."""
+    """Write ``config.json`` and bfloat16 ``model.safetensors`` in the public layout.
+
+    Each file is there whole or not at all.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {k: v.astype(mx.bfloat16) for k, v in dict(tree_flatten(draft.parameters())).items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(config.public(), indent=2) + "\n")
+    save_weights(weights, folder / "model.safetensors", {"format": "mlx"})
+    save_text(json.dumps(config.public(), indent=2) + "\n", folder / "config.json")
 
 
 def load_draft(folder: Path) -> tuple[Draft, DraftConfig]:
@@ -176,6 +226,13 @@ def load_draft(folder: Path) -> tuple[Draft, DraftConfig]:
     weights: Any = mx.load(str(folder / "model.safetensors"))
     draft.load_weights([(name, w.astype(mx.float32)) for name, w in weights.items()])
     return draft, config
+
+
+def _rope_theta(text: dict[str, Any]) -> float:
+    """The base of a target's rotary positions, wherever its config has it; of the full layers."""
+    nested = text.get("rope_parameters") or {}
+    nested = nested.get("full_attention", nested)
+    return float(text.get("rope_theta") or nested.get("rope_theta") or 10000.0)
 
 
 class _Layer(nn.Module):
@@ -232,9 +289,11 @@ class _Attention(nn.Module):
         )
         to_context = query.reshape(n, kv, -1, d) @ key.swapaxes(-1, -2)
         to_context = to_context.reshape(n, kv, a, group * v, t)
-        to_context = mx.where(visible[:, None, :, None, :], to_context, -mx.inf)
+        hidden = mx.array(-mx.inf, to_context.dtype)
+        to_context = mx.where(visible[:, None, :, None, :], to_context, hidden)
         to_block = query @ block_key.swapaxes(-1, -2)
-        share = mx.softmax(mx.concatenate([to_context, to_block], axis=-1), axis=-1)
+        scores = mx.concatenate([to_context, to_block], axis=-1)
+        share = mx.softmax(scores, axis=-1, precise=True)
         mixed = share[..., :t].reshape(n, kv, -1, t) @ value
         mixed = mixed.reshape(n, kv, a, group * v, d) + share[..., t:] @ block_value
         mixed = mixed.reshape(n, kv, a, group, v, d).transpose(0, 2, 4, 1, 3, 5)

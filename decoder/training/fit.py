@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 Batch = tuple[mx.array, ...]
 Loss = Callable[..., mx.array]
@@ -43,6 +45,78 @@ class FitSettings:
         return self.peak_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
+class Fitting:
+    """A model and its optimiser, one step at a time; can be kept and taken up again.
+
+    The model's own parameters and AdamW's moments are float32 masters; the loss is computed with
+    parameters rounded to `compute`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        settings: FitSettings,
+        compute: mx.Dtype = mx.float32,
+    ) -> None:
+        self.model = model
+        self.compute = compute
+        self._loss, self._clip = loss, settings.clip
+        self._optimizer = optim.AdamW(
+            learning_rate=settings.peak_rate, betas=[0.9, 0.95], weight_decay=settings.weight_decay
+        )
+        self._optimizer.init(model.trainable_parameters())
+        self._step: Callable[..., mx.array] | None = None
+
+    def step(self, rate: float, *batch: mx.array) -> mx.array:
+        """One update at a learning rate; the loss, not yet computed."""
+        if self._step is None:  # not before `restore`: it holds on to the state it finds
+            state: list[Any] = [self.model.state, self._optimizer.state]
+            self._step = compiled(self._once, inputs=state, outputs=state)
+        self._optimizer.learning_rate = rate
+        value = self._step(*batch)
+        mx.async_eval(value, self.model.state, self._optimizer.state)
+        return value
+
+    def arrays(self) -> dict[str, mx.array]:
+        """All that `restore` needs, by name."""
+        trees = {"model": self.model.parameters(), "optimizer": self._optimizer.state}
+        return dict(tree_flatten(trees))
+
+    def restore(self, arrays: dict[str, mx.array]) -> None:
+        """Go on from `arrays`, before the first step."""
+        assert self._step is None
+        trees: Any = tree_unflatten(list(arrays.items()))
+        self.model.update(trees["model"])
+        self._optimizer.state = trees["optimizer"]
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """The model as the loss sees it."""
+        master = self.model.parameters()
+        self.model.update(self._rounded(master))
+        try:
+            yield
+        finally:
+            self.model.update(master)
+
+    def _once(self, *batch: mx.array) -> mx.array:
+        master = self.model.trainable_parameters()
+
+        def loss(parameters: Any, *batch: mx.array) -> mx.array:
+            self.model.update(self._rounded(parameters))
+            return self._loss(*batch)
+
+        value, gradient = mx.value_and_grad(loss)(master, *batch)
+        self.model.update(master)
+        gradient, _ = optim.clip_grad_norm(gradient, self._clip)
+        self._optimizer.update(self.model, gradient)
+        return value
+
+    def _rounded(self, parameters: Any) -> Any:
+        return tree_map(lambda w: w.astype(self.compute), parameters)
+
+
 def fit(
     model: nn.Module,
     loss: Loss,
@@ -55,16 +129,13 @@ def fit(
 
     ``check(step)`` runs every ``check_every`` steps and at the end; its text joins the line.
     """
-    optimizer = optim.AdamW(
-        learning_rate=settings.peak_rate, betas=[0.9, 0.95], weight_decay=settings.weight_decay
-    )
-    step_once = _compiled_step(model, loss, optimizer, settings.clip)
+    fitting = Fitting(model, loss, settings)
     began, losses, recent = time.monotonic(), list[float](), list[mx.array]()
     for step in range(1, settings.steps + 1):
         spent = (time.monotonic() - began) / settings.seconds
-        optimizer.learning_rate = settings.rate(max(step / settings.steps, spent))
-        recent.append(step_once(*next(batches)))
-        mx.async_eval(recent[-1], model.state, optimizer.state)
+        recent.append(
+            fitting.step(settings.rate(max(step / settings.steps, spent)), *next(batches))
+        )
         last = step == settings.steps or spent >= 1.0
         if step % settings.report_every == 0 or last:
             losses.append(float(np.array(mx.mean(mx.stack(recent)))))
@@ -77,23 +148,6 @@ def fit(
         if last:
             break
     return losses
-
-
-def _compiled_step(
-    model: nn.Module, loss: Loss, optimizer: optim.Optimizer, clip: float
-) -> Callable[..., mx.array]:
-    state: list[Any] = [model.state, optimizer.state]
-    loss_and_gradient = nn.value_and_grad(model, loss)
-    optimizer.init(model.trainable_parameters())
-
-    def step(*batch: mx.array) -> mx.array:
-        value: mx.array
-        value, gradient = loss_and_gradient(*batch)
-        gradient, _ = optim.clip_grad_norm(gradient, clip)
-        optimizer.update(model, gradient)
-        return value
-
-    return compiled(step, inputs=state, outputs=state)
 
 
 def compiled(function: Callable[..., mx.array], **captured: Any) -> Callable[..., mx.array]:

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from dflash_batch.decoder.training.corpus import Rows
 from dflash_batch.decoder.training.draft import Draft, DraftConfig
-from dflash_batch.decoder.training.features import FrozenTarget
+from dflash_batch.decoder.training.features import Frozen, FrozenTarget
 from dflash_batch.decoder.training.objective import accepted_lengths
 
 
@@ -84,7 +84,7 @@ def _greedy(target: FrozenTarget, hidden: mx.array) -> list[int]:
 
 
 def tokens_per_cycle(
-    draft: Draft, target: FrozenTarget, config: DraftConfig, rows: Rows, batch: int = 64
+    draft: Draft, target: Frozen, config: DraftConfig, rows: Rows, batch: int = 64
 ) -> float:
     """Tokens per cycle on rows that hold one own reply each, without decoding.
 

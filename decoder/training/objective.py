@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash_batch.decoder.training.draft import Draft, DraftConfig
-from dflash_batch.decoder.training.features import FrozenTarget
+from dflash_batch.decoder.training.features import Frozen
 from dflash_batch.decoder.training.fit import Batch, FitSettings, Report, compiled, fit
 
 GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+
+PIECE = 8192
+"""Rows whose logits exist at the same time."""
 
 
 def draw_anchors(
@@ -58,7 +60,7 @@ def row_weights(block: int, gamma: float) -> mx.array:
 
 def draft_hidden(
     draft: Draft,
-    target: FrozenTarget,
+    target: Frozen,
     config: DraftConfig,
     first: mx.array,
     anchors: mx.array,
@@ -70,13 +72,12 @@ def draft_hidden(
     return draft(target.embed(blocks), anchors, features)
 
 
-def draft_loss(
-    draft: Draft, target: FrozenTarget, config: DraftConfig, gamma: float
-) -> Callable[..., mx.array]:
+def draft_loss(draft: Draft, target: Frozen, config: DraftConfig) -> Callable[..., mx.array]:
     """The loss, a function of one batch.
 
     A batch is tokens [N, T], supervised [N, T], anchors [N, A], real [N, A], features [N, T, n*h].
     """
+    gamma = GAMMA.get(config.block_size, config.block_size / 2)
     weights = row_weights(config.block_size, gamma)
 
     def loss(
@@ -89,18 +90,51 @@ def draft_loss(
         first = mx.take_along_axis(tokens, anchors, axis=1)
         hidden = draft_hidden(draft, target, config, first, anchors, features)
         labels, counts = block_labels(tokens, supervised, anchors, real, config.block_size)
-        logits = target.head(hidden[:, :, 1:])
-        each = nn.losses.cross_entropy(logits, labels[:, :, 1:])
         weight = (counts * weights)[:, :, 1:]
-        return (each * weight).sum() / mx.maximum(weight.sum(), 1e-6)
+        weight = weight / mx.maximum(weight.sum(), 1e-6)
+        rows = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])
+        return cross_entropy(target.head, rows, labels[:, :, 1:].flatten(), weight.flatten())
 
     return loss
+
+
+def cross_entropy(
+    head: Callable[[mx.array], mx.array], hidden: mx.array, labels: mx.array, weights: mx.array
+) -> mx.array:
+    """Σ weight · CE of the frozen head's logits on hidden [n, h], labels int [n], weights [n].
+
+    In pieces, and the slope on `hidden` is made right behind the logits, since the head is not
+    trained: so only one piece's logits exist at a time. With L the loss and L' that slope, the
+    value is L + L'·(x - x̄) with x̄ = x held fast, which has the gradient L'.
+    """
+    total, slopes = mx.array(0.0), list[mx.array]()
+    still = mx.stop_gradient(hidden)
+    for at in range(0, len(hidden), PIECE):
+        part = slice(at, at + PIECE)
+        loss, slope = _loss_and_slope(head, still[part], labels[part], weights[part])
+        total = total + loss
+        slopes.append(slope)
+    slope = mx.stop_gradient(mx.concatenate(slopes))
+    return mx.stop_gradient(total) + (slope.astype(mx.float32) * (hidden - still)).sum()
+
+
+def _loss_and_slope(
+    head: Callable[[mx.array], mx.array], hidden: mx.array, labels: mx.array, weights: mx.array
+) -> tuple[mx.array, mx.array]:
+    raw = head(hidden)
+    logits = raw.astype(mx.float32)
+    whole = mx.logsumexp(logits, axis=-1, keepdims=True)
+    own = mx.take_along_axis(logits, labels[:, None], axis=-1)
+    right = mx.arange(logits.shape[-1]) == labels[:, None]
+    upward = (mx.exp(logits - whole) - right) * weights[:, None]
+    _, (slope,) = mx.vjp(lambda x: [head(x)], [hidden], [upward.astype(raw.dtype)])
+    return ((whole - own)[:, 0] * weights).sum(), slope
 
 
 def train_draft(
     draft: Draft,
     config: DraftConfig,
-    target: FrozenTarget,
+    target: Frozen,
     rows: Iterable[tuple[NDArray[np.int32], NDArray[np.bool_]]],
     settings: FitSettings,
     *,
@@ -113,21 +147,20 @@ def train_draft(
 
     Anchors are drawn anew for each batch; features come from one causal target forward.
     """
-    gamma = GAMMA.get(config.block_size, config.block_size / 2)
     batches = _with_features(target, rows, anchors_per_token, np.random.default_rng(seed))
-    return fit(draft, draft_loss(draft, target, config, gamma), batches, settings, report, check)
+    return fit(draft, draft_loss(draft, target, config), batches, settings, report, check)
 
 
 def accepted_lengths(
     draft: Draft,
-    target: FrozenTarget,
+    target: Frozen,
     config: DraftConfig,
     tokens: mx.array,
     supervised: mx.array,
     anchors: mx.array,
 ) -> mx.array:
     """Int [N, A]: how many drafts behind each anchor agree with the row's own next tokens."""
-    features = target.tap(tokens).features
+    features = target.features(tokens)
     first = mx.take_along_axis(tokens, anchors, axis=1)
     hidden = draft_hidden(draft, target, config, first, anchors, features)
     drafts = mx.argmax(target.head(hidden[:, :, 1:]), axis=-1)
@@ -138,12 +171,12 @@ def accepted_lengths(
 
 
 def _with_features(
-    target: FrozenTarget,
+    target: Frozen,
     rows: Iterable[tuple[NDArray[np.int32], NDArray[np.bool_]]],
     anchors_per_token: float,
     rng: np.random.Generator,
 ) -> Iterator[Batch]:
-    tap = compiled(lambda tokens: target.tap(tokens).features)
+    tap = compiled(target.features)
     for tokens, supervised in rows:
         count = max(1, round(anchors_per_token * tokens.shape[1]))
         anchors, real = draw_anchors(supervised, count, rng)
