@@ -113,9 +113,11 @@ class Trie(Generic[T]):
         """
         left = dict.fromkeys(range(len(self._leaves)))
         overdue = self._overdue()
-        at = self._nearest(after, least) if after is not None and overdue is None else None
-        if at is None:
-            at = self._at(overdue or next(iter(self._arrivals.values()), None))
+        first = overdue or next(iter(self._arrivals.values()), None)
+        if after is not None and overdue is None:
+            shared, near = self.nearest(after)
+            first = near if shared >= least else first
+        at = self._at(first)
         oldest = iter(self._arrivals.values())
         while at is not None:
             yield from self._drain(at, least, left)
@@ -142,12 +144,13 @@ class Trie(Generic[T]):
             found.append(Branch(depth, leaves))
         return [branch for branch in reversed(found) if branch.depth > 0]
 
-    def waits(self, tokens: Tokens, least: int) -> bool:
-        """Whether some prompt shares at least `least` tokens with `tokens`."""
+    def nearest(self, tokens: Tokens) -> tuple[int, Leaf[T] | None]:
+        """How many tokens `tokens` shares with any prompt, at most; and the shortest such."""
         at = bisect_left(self._keys, _key(tokens))
-        return any(
-            common(tokens, leaf.tokens) >= least for leaf in self._leaves[max(0, at - 1) : at + 1]
-        )
+        near = self._leaves[max(0, at - 1) : at + 1]
+        shared = [(common(tokens, leaf.tokens), -len(leaf.tokens), leaf) for leaf in near]
+        best = max(shared, key=lambda found: found[:2], default=(0, 0, None))
+        return best[0], best[2]
 
     def check(self) -> None:
         """What must always hold."""
@@ -203,14 +206,6 @@ class Trie(Generic[T]):
         if oldest is None or self._arrived - len(self) - oldest <= PATIENCE:
             return None
         return self._arrivals[oldest]
-
-    def _nearest(self, tokens: Tokens, least: int) -> int | None:
-        """The leaf that shares most with `tokens`, if that is enough."""
-        at = bisect_left(self._keys, _key(tokens))
-        near = [i for i in (at, at - 1) if 0 <= i < len(self._leaves)]
-        best = max(near, key=lambda i: common(tokens, self._leaves[i].tokens), default=None)
-        enough = best is not None and common(tokens, self._leaves[best].tokens) >= least
-        return best if enough else None
 
     def _drain(self, at: int, least: int, left: dict[int, None]) -> Iterator[Leaf[T]]:
         """From leaf `at` outwards, always to the side that shares more, while that is enough."""

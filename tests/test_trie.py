@@ -80,10 +80,12 @@ def test_what_shares_most_with_the_last_comes_next(
         assert first.items[0][1] == 0, "else the oldest"
 
 
-@given(prompts.filter(bool), ids, st.integers(1, 4))
-def test_who_waits_behind_a_prefix(prompts: list[list[int]], tokens: list[int], n: int) -> None:
-    shares = max(common(array(tokens), array(p)) for p in prompts)
-    assert planted(prompts).waits(array(tokens), n) == (shares >= n)
+@given(prompts, ids)
+def test_the_nearest_prompt_shares_most(prompts: list[list[int]], tokens: list[int]) -> None:
+    shared, leaf = planted(prompts).nearest(array(tokens))
+    assert shared == max((common(array(tokens), array(p)) for p in prompts), default=0)
+    assert (leaf is None) == (not prompts)
+    assert leaf is None or common(array(tokens), leaf.tokens) == shared
 
 
 def test_unrelated_prompts_keep_their_order() -> None:

@@ -27,6 +27,9 @@ Tokens = npt.NDArray[np.int32]
 CACHE_ERRORS = (OSError, sqlite3.Error, diskcache.Timeout, ValueError, KeyError, TypeError)
 """What a disk, a database and what others wrote into it can raise."""
 
+MOST_MET = 8192
+"""Prefixes remembered to have been met, stored or not."""
+
 _TIMEOUT_S = 10.0
 
 
@@ -119,6 +122,23 @@ class Index:
         with self._db.transact():
             now = self.use(key)
             self._db.set(f"use:{key}", asdict(Use(now.tick, now.count, pinned)))
+
+    def meet(self, key: str) -> bool:
+        """Whether a prefix was met before. It has been, from now on."""
+        with self._db.transact():
+            before = self._db.get(f"met:{key}") is not None
+            self._db.set(f"met:{key}", self.count("tick"))
+            if not before and self.count("met") > MOST_MET:
+                self._forget_met()
+        return before
+
+    def _forget_met(self) -> None:
+        """Forget the older half."""
+        names = [name for name in self._db if str(name).startswith("met:")]
+        names.sort(key=lambda name: int(self._db.get(name, 0)))
+        for name in names[: len(names) // 2]:
+            self._db.pop(name)
+        self._db.set("count:met", len(names) - len(names) // 2)
 
     def count(self, name: str, more: int = 1) -> int:
         """Add to a counter and return it."""

@@ -79,7 +79,7 @@ class Store:
         self._files = files or Files()
         self._blobs = own_folder(self.folder / "blobs")
         self._aside = own_folder(self.folder / "aside")
-        self._within = threading.RLock()  # flock is per open file: this one is for our threads
+        self._looking, self._changing = threading.Lock(), threading.Lock()  # among our threads
         self._known: dict[str, Entry] = {}
         self._generation = -1
         self.index = Index(own_folder(self.folder / "index"))
@@ -91,7 +91,7 @@ class Store:
 
     def entries(self) -> dict[str, Entry]:
         """All entries, as of now."""
-        with self._within:
+        with self._looking:
             generation = self.index.generation
             if generation != self._generation:
                 self._known, self._generation = self.index.entries(), generation
@@ -291,7 +291,7 @@ class Store:
 
     @contextmanager
     def _alone(self, *, wait: bool = True) -> Iterator[bool]:
-        with self._within, locked(self.folder / "lock", wait=wait) as ours:
+        with self._changing, locked(self.folder / "lock", wait=wait) as ours:
             yield ours
 
 
