@@ -33,6 +33,9 @@ CHUNK = 512
 LEAST = 64
 """Fewest tokens of a row that are worth a forward of their own, while others wait."""
 
+LONG = 256
+"""Tokens from which on a row fills a forward by itself."""
+
 WORTH = 16
 """Fewest tokens, over all prompts, for which a branch point is held: below, a forward costs more.
 
@@ -78,7 +81,7 @@ class Prefiller:
             depths = self.depths(leaf.tokens, trie, planned)
             if not group:
                 planned = [leaf.tokens[:depth] for depth in depths]
-            elif depths:
+            elif depths or (trie.newest(leaf) and self._alone(leaf.tokens)):
                 break
             count = min(len(leaf.items), most)
             group.append((leaf, count))
@@ -86,6 +89,14 @@ class Prefiller:
             if not most or len(group) == MOST_ROWS:
                 break
         return group
+
+    def _alone(self, prompt: Tokens) -> bool:
+        """Whether a prompt is better run later: the next to come may share what would be run now.
+
+        Prompts come in sorted, so the newest is where siblings are to be expected. One so long
+        gains nothing from company.
+        """
+        return len(prompt) - self.tiers.start(prompt).length >= LONG
 
     def rides(self, leaf: Leaf[T], trie: Trie[T], most: int) -> Start | None:
         """Where a prompt starts, if no more than `most` tokens are left of it from there.
@@ -134,7 +145,9 @@ class Prefiller:
         slots = Slots(len(prompts), self._target, self._drafter)
         logits = yield from self._forward(slots, starts, prompts)
         for row, copies in enumerate(group):
-            if copies.more and starts[row].length < len(copies.tokens):
+            # A prompt that had copies may have more of them, not here yet.
+            again = copies.more or copies.rows > 1
+            if again and starts[row].length < len(copies.tokens):
                 self._keep(slots, row, copies.tokens, starts[row].ssd, logits[row])
         origins = self._origins(
             group, [before, *starts[1:]], cost + len(prompts[0]) - starts[0].length

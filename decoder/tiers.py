@@ -84,7 +84,8 @@ class Tiers:
             before = self._uses.get(name, 0)
             self._uses[name] = max(before, length)
             twice = min(before, length)
-            if self.ssd is not None and twice > held.ssd and held.logits is None:
+            whole = held.logits is not None and twice == len(held.tokens)  # a prompt, not a prefix
+            if self.ssd is not None and twice > held.ssd and not whole:
                 self.ssd.offer(held, twice)
 
     def computed(self, tokens: int, seconds: float) -> None:

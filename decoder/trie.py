@@ -144,6 +144,10 @@ class Trie(Generic[T]):
             found.append(Branch(depth, leaves))
         return [branch for branch in reversed(found) if branch.depth > 0]
 
+    def newest(self, leaf: Leaf[T]) -> bool:
+        """Whether nothing has come after this prompt."""
+        return leaf.items[-1][0] == self._arrived - 1
+
     def nearest(self, tokens: Tokens) -> tuple[int, Leaf[T] | None]:
         """How many tokens `tokens` shares with any prompt, at most; and the shortest such."""
         at = bisect_left(self._keys, _key(tokens))
