@@ -25,6 +25,8 @@ class WorkerSettings:
     spec: Spec = "on"  # draft where it pays (auto), always, or never; no token depends on it
     cost_dir: str | None = None  # where measured cycle costs are kept
     only_when: str = ""  # conditions under which rows may run, see conditions.py
+    cache_dir: str | None = None  # where prefixes are kept on SSD; None: in memory only
+    cache_bytes: int | None = None  # most bytes in it; None: the store's default
     burst: bool = False  # exit when nothing is left to do
     batch_id: str | None = None  # private worker: only this batch, exit when it is over
     engine_command: tuple[str, ...] = ENGINE_COMMAND

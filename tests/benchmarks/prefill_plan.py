@@ -2,14 +2,14 @@
 
     DFLASH_BATCH_SHARED=DIR python tests/benchmarks/prefill_plan.py [--rows 200] [--family qwen3]
 
-A tiny random model with real shapes of memory runs the prompts, two tokens each
-(after one, a row leaves no slot taken, and the engine would always empty its window); what is counted
-does not depend on its size. Text is cut into words and signs, each a token, since a real
-tokenizer's pieces are about as long. Rows are sorted and cut into shards as `submit` does, and at
-most `--window` rows are in the engine at a time, as a worker has them. `ideal` is the number of
-different edges of the trie of all prompts. In the second night memory is empty, and a new
-decoder reads what the first one left on SSD. `--pace measured` lets the machine decide whether
-reading pays, which for a model this small says nothing of a real one.
+A tiny random model runs the prompts, two tokens each (after one, rows would take no slots, and the
+engine would always empty its window); what is counted does not depend on its size. Text is cut
+into words and signs, each a token, since a real tokenizer's pieces are about as long. Rows are
+sorted and cut into shards as `submit` does, and at most `--window` rows are in the engine at a
+time, as a worker has them. `ideal` is the number of different edges of the trie of all prompts. In
+the second night memory is empty, and a new decoder reads what the first one left on SSD. `--pace
+measured` lets the machine decide whether reading pays, which for a model this small says nothing
+of a real one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from mlx.utils import tree_map
 
 from dflash_batch.decoder.drafters import NoDrafter
 from dflash_batch.decoder.engine import Decoder
+from dflash_batch.decoder.loading import FAMILIES
 from dflash_batch.decoder.ssd import Ssd
 from dflash_batch.decoder.store.pace import Judge, Pace
 from dflash_batch.decoder.store.store import Limits, Store
@@ -129,8 +130,6 @@ def make_target(family: str) -> Target:
     tiny.VOCAB = VOCABULARY
     model = tiny.make_model(family)
     model.update(tree_map(lambda a: a.astype(mx.float32), model.parameters()))
-    from dflash_batch.decoder.loading import FAMILIES
-
     return FAMILIES[family](model, family, 1 << 15)
 
 
@@ -177,7 +176,7 @@ def bbh(data: Path, rows: int) -> Texts:
             f"{head}\n\nQ: {example['input']}\nA: Let's think step by step."
             for example in json.loads(path.read_text("utf-8"))["examples"]
         ]
-    np.random.default_rng(0).shuffle(texts)  # type: ignore[arg-type]
+    np.random.default_rng(0).shuffle(texts)
     return texts[:rows]
 
 
