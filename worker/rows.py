@@ -482,7 +482,14 @@ def facts(metrics: RowMetrics) -> dict[str, Any]:
     several choices one such list for each, in their order.
     """
     shown = metrics.model_dump(exclude={"prompt_tokens", "completion_tokens", "reasoning_tokens"})
-    for name in ("seed", "draft_notice", "template", "thinking_token_budget", "warnings", "cache_miss"):
+    for name in (
+        "seed",
+        "draft_notice",
+        "template",
+        "thinking_token_budget",
+        "warnings",
+        "cache_miss",
+    ):
         if shown[name] is None:
             del shown[name]
     for name in ("emitted_per_cycle", "drafted_per_cycle"):
