@@ -19,6 +19,7 @@ _BY_CODE = {
     "file_not_found": NOT_FOUND,
     "model_not_found": NOT_FOUND,
     "batch_not_found": NOT_FOUND,
+    "cache_not_found": NOT_FOUND,
     "queue_unreachable": QUEUE_UNREACHABLE,
     "queue_unfit": QUEUE_UNREACHABLE,
     "queue_refused": QUEUE_UNREACHABLE,

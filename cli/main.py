@@ -24,6 +24,7 @@ VERBS = {
     "status": "Show workers and batches, or one batch.",
     "results": "Write the results of a queued batch.",
     "models": "List, fetch and remove models; check that a pair fits.",
+    "cache": "Look after the prefixes kept on SSD.",
     "bench": "Measure what decoding costs here, for --spec auto.",
     "doctor": "Look whether everything that is needed works here.",
     "draft": "Train a draft on your own prompts, or measure one.",

@@ -253,6 +253,8 @@ def _spec(order: Load) -> LoadSpec:
         max_context=order.max_context,
         spec=order.spec,
         cost_dir=order.cost_dir,
+        cache_dir=order.cache_dir,
+        cache_bytes=order.cache_bytes,
     )
 
 
