@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from dflash_batch.worker.home import prefix_dir
+
 _F = TypeVar("_F", bound=Callable[..., Any])
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt])?(?:i?b)?", re.ASCII)
 
 
 @dataclass
@@ -22,6 +27,16 @@ class Common:
     quiet: bool = False
     verbose: int = 0
     no_color: bool = False
+    cache_dir: str | None = None
+    cache_size: int | None = None  # bytes
+
+    def cache_folder(self, home: Path) -> str | None:
+        """Where prefixes are kept on SSD; None: nowhere."""
+        if self.cache_dir is None:
+            return str(prefix_dir(home))
+        if self.cache_dir == "none":
+            return None
+        return str(Path(self.cache_dir).expanduser().absolute())
 
 
 pass_common = click.make_pass_decorator(Common, ensure=True)
@@ -34,9 +49,32 @@ def common_options(function: _F) -> _F:
     return function
 
 
-def cache_dir_option(function: _F) -> _F:
-    """`--cache-dir DIR`: the place of the prefix cache, which so far lives in memory only."""
-    return _CACHE_DIR(function)
+def cache_options(function: _F) -> _F:
+    """`--cache-dir` and `--cache-size`: the prefix cache on SSD. They go into `Common` too."""
+    return _CACHE_DIR(_CACHE_SIZE(function))
+
+
+class Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions only
+    """Bytes, with a unit if need be: 500M, 50G, 1.5T. Units are powers of 1,024."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(str(value).strip().lower())
+        if match is None:
+            self.fail(f"{value!r} is not a size such as 50G", param, ctx)
+        return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+def size_text(size: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} GiB"
 
 
 def talk(text: str = "") -> None:
@@ -55,13 +93,6 @@ def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         setattr(common, param.name, value)
     if common.no_color or os.environ.get("NO_COLOR"):
         ctx.color = False
-
-
-def _say_unused(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        talk(
-            f"--cache-dir {value}: not used by this version, which keeps shared prefixes in memory"
-        )
 
 
 def _option(*names: str, **settings: Any) -> Callable[[_F], _F]:
@@ -90,10 +121,14 @@ _OPTIONS = (
     _option("-v", "--verbose", count=True, help="Say more; twice shows where an error arose."),
     _option("--no-color", is_flag=True, help="No colours. [env: NO_COLOR]"),
 )
-_CACHE_DIR = click.option(
+_CACHE_DIR = _option(
     "--cache-dir",
-    metavar="DIR",
-    expose_value=False,
-    callback=_say_unused,
-    help="Where the prefix cache is to live. Not used yet: prefixes are kept in memory.",
+    metavar="DIR|none",
+    help="Where prefixes are kept on SSD, for the next time. [default: prefixes in --home]",
+)
+_CACHE_SIZE = _option(
+    "--cache-size",
+    type=Size(),
+    metavar="SIZE",
+    help="Most bytes of it, such as 20G. [default: 50G]",
 )

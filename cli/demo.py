@@ -13,7 +13,7 @@ import click
 from dflash_batch.cli import exits
 from dflash_batch.cli.common import (
     Common,
-    cache_dir_option,
+    cache_options,
     common_options,
     pass_common,
     printable,
@@ -42,7 +42,7 @@ SHOWN = 4
 @max_batch_option
 @click.option("-o", "--output", metavar="DIR", help="Where files go. [default: demo in --home]")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end.")
-@cache_dir_option
+@cache_options
 @common_options
 @pass_common
 @click.pass_context
@@ -83,6 +83,8 @@ def command(
         new=True,
         max_batch=max_batch,
         spec=spec,
+        cache_dir=common.cache_folder(home),
+        cache_bytes=common.cache_size,
     )
     if not common.quiet:
         talk(f"demo: {PROBLEMS} word problems behind one prefix, shared text {shared:.0%}")

@@ -20,6 +20,7 @@ _BY_CODE = {
     "model_not_found": NOT_FOUND,
     "batch_not_found": NOT_FOUND,
     "worker_not_found": NOT_FOUND,
+    "cache_not_found": NOT_FOUND,
     "queue_unreachable": QUEUE_UNREACHABLE,
     "queue_unfit": QUEUE_UNREACHABLE,
     "queue_refused": QUEUE_UNREACHABLE,

@@ -59,6 +59,11 @@ def worker_agent(ctx: click.Context, common: Common, model: ModelRef | None, hom
         flag = max(option.opts, key=len)
         command += [flag] if option.is_flag else [flag, str(given[name])]
     command += ["--insecure"] if common.insecure else []
+    if common.cache_dir is not None:
+        # Relative to where this is called, which the agent is not.
+        command += ["--cache-dir", common.cache_folder(home) or "none"]
+    if common.cache_size is not None:
+        command += ["--cache-size", str(common.cache_size)]
     command += ["--quiet"] if common.quiet else ["--verbose"] * common.verbose
     url = given_url(common.redis)
     environment = {name: os.environ[name] for name in CARRIED if os.environ.get(name)}

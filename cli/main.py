@@ -32,6 +32,7 @@ VERBS = {
     "drain": "Have workers finish what they hold, and end.",
     "rm": "Remove batches and their results from the queue.",
     "models": "List, fetch and remove models; check that a pair fits.",
+    "cache": "Look after the prefixes kept on SSD.",
     "bench": "Measure what decoding costs here, for --spec auto.",
     "doctor": "Look whether everything that is needed works here.",
     "draft": "Train a draft on your own prompts, or measure one.",

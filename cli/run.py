@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from dflash_batch.cli import exits
-from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
+from dflash_batch.cli.common import Common, cache_options, common_options, pass_common, talk
 from dflash_batch.cli.intake import (
     SKIP_HINT,
     STDIN,
@@ -71,7 +71,7 @@ class Places:
     help="How long a worker that is silent keeps its rows.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout at the end.")
-@cache_dir_option
+@cache_options
 @common_options
 @pass_common
 @click.pass_context
@@ -109,13 +109,14 @@ def command(
         intake = read_input(file, model, screen)
     check_intake(ctx, common, intake, skip=on_invalid == "skip")
     ref = ref or model_ref(named_model(model, intake.reading), draft, block, dtype, draft_quant)
+    home = home_dir(common.home)
     options = client.RunOptions(
         digest=intake.reading.digest,
         name=intake.name,
         model=ref,
         output=places.output,
         errors=places.errors,
-        home=home_dir(common.home),
+        home=home,
         redis=common.redis,
         insecure=common.insecure,
         new=new,
@@ -123,6 +124,8 @@ def command(
         lease_ttl_s=lease_ttl,
         max_context=max_context,
         spec=spec,
+        cache_dir=common.cache_folder(home),
+        cache_bytes=common.cache_size,
     )
     totals = run(ctx, common, intake, options)
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dflash_batch.cli import exits
-from dflash_batch.cli.common import Common, cache_dir_option, common_options, pass_common, talk
+from dflash_batch.cli.common import Common, cache_options, common_options, pass_common, talk
 from dflash_batch.cli.launchd import agent, worker_agent
 from dflash_batch.cli.models import (
     draft_options,
@@ -67,7 +67,7 @@ def _conditions(ctx: click.Context, param: click.Parameter, value: str) -> str:
     "or undo that, show it, or print the file.",
 )
 @click.option("--burst", is_flag=True, help="Stop when nothing is left to do.")
-@cache_dir_option
+@cache_options
 @common_options
 @pass_common
 @click.pass_context
@@ -113,6 +113,8 @@ def command(
             cost_dir=str(cost_dir(home)),
             only_when=",".join(filter(None, (ALWAYS, only_when))),
             pending_dir=str(pending_dir(home)),
+            cache_dir=common.cache_folder(home),
+            cache_bytes=common.cache_size,
             burst=burst,
             log_level="DEBUG" if common.verbose else "WARNING" if common.quiet else "INFO",
         )

@@ -6,18 +6,17 @@ cycles, so a long prompt does not hold them up; while none does, prompts run thr
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from dflash_batch.decoder.echo import Scorer
-from dflash_batch.decoder.prefill import Prefiller, Staged, Start
+from dflash_batch.decoder.prefill import WORTH, Copies, Prefiller, Staged
+from dflash_batch.decoder.prefix import Start, Tokens
 from dflash_batch.decoder.row import Row
-
-LOOK_AHEAD = 32
-"""Waiting rows compared to find a shared prefix."""
+from dflash_batch.decoder.trie import Trie
 
 STALL = 0.5
 """Seconds of prompt work between two cycles of rows that decode."""
@@ -44,17 +43,19 @@ class Admission:
     def __init__(self, prefiller: Prefiller, scorer: Scorer) -> None:
         self._prefiller = prefiller
         self._scorer = scorer
-        self._waiting: deque[Row] = deque()
+        self._scored: deque[Row] = deque()  # rows whose prompts are scored: they share nothing
+        self._waiting = Trie[Row]()
+        self._last: Tokens | None = None  # the prompt taken last
         self._group: list[Row] = []
         self._run: Generator[None, None, Staged] | None = None
         self._started = 0.0
 
     def __len__(self) -> int:
         """Rows that wait or are on their way."""
-        return len(self._waiting) + len(self._group)
+        return self.waiting + len(self._group)
 
     def __iter__(self) -> Iterator[Row]:
-        return iter((*self._waiting, *self._group))
+        return iter((*self._waiting, *self._scored, *self._group))
 
     @property
     def group(self) -> list[Row]:
@@ -67,36 +68,60 @@ class Admission:
         return len(self._group)
 
     @property
-    def waiting(self) -> deque[Row]:
-        """Rows without a place, in their order."""
-        return self._waiting
+    def waiting(self) -> int:
+        """Rows without a place."""
+        return len(self._waiting) + len(self._scored)
+
+    def ahead(self, count: int) -> list[Row]:
+        """The rows whose turn is next, at most `count`."""
+        leaves = self._waiting.order(self._last, WORTH)
+        others = (row for leaf in leaves for _, row in leaf.items)
+        scored = self._scored if self._scores() else ()
+        return list(islice((*scored, *others), count))
 
     def add(self, row: Row) -> None:
-        self._waiting.append(row)
+        if row.request.scored:
+            self._scored.append(row)
+        else:
+            self._waiting.add(row.prompt, row)
+
+    def _scores(self) -> bool:
+        """Whether it is the turn of rows whose prompts are scored: the oldest of all is one."""
+        oldest = next(iter(self._waiting), None)
+        return bool(self._scored) and (oldest is None or self._scored[0].added <= oldest.added)
 
     def drop_cancelled(self) -> None:
         """Forget waiting rows that were cancelled; a group goes on unless all of it was."""
-        self._waiting = deque(row for row in self._waiting if not row.cancelled)
+        for row in [row for row in self._waiting if row.cancelled]:
+            self._waiting.discard(row)
+        self._scored = deque(row for row in self._scored if not row.cancelled)
         if self._group and all(row.cancelled for row in self._group):
             self._leave()
 
     def clear(self) -> None:
-        self._waiting.clear()
+        self._waiting, self._last = Trie[Row](), None
+        self._scored.clear()
         self._leave()
-        self._prefiller.forget()
+        self._prefiller.close()
 
     def riders(self, free: int, most: int, may: Callable[[Row], bool]) -> Iterator[Rider]:
-        """Rows at the head, at most `free`, of whose prompts at most `most` tokens are left.
+        """Rows whose turn it is, at most `free`, of whose prompts at most `most` tokens are left.
 
         None while a group is on its way: rows come in in their order.
         """
-        while free and self._waiting and not self._group and may(self._waiting[0]):
-            prompts = [row.prompt for row in self._ahead()]
-            start = self._prefiller.rides(prompts[0], prompts[1:], most)
+        while free and self._waiting and not (self._group or self._scores()):
+            leaf = next(self._waiting.order(self._last, WORTH))
+            if not may(leaf.items[0][1]):
+                return
+            start = self._prefiller.rides(leaf, self._waiting, most)
             if start is None:
                 return
             free -= 1
-            yield Rider(self._waiting.popleft(), start)
+            self._last = leaf.tokens
+            (row,) = self._waiting.take(leaf, 1)
+            self._prefiller.tiers.use([start])
+            row.came(self._prefiller.origin(row.prompt, start))
+            yield Rider(row, start)
 
     def advance(self, free: int, until: float | None) -> Group | None:
         """Work on the group on its way, or on a new one of at most `free` rows.
@@ -105,7 +130,7 @@ class Admission:
         after a chunk, or when there is nothing to do.
         """
         if self._run is None:
-            if not (free and self._waiting):
+            if not (free and self.waiting):
                 return None
             self._begin(free)
         # Chunks are of a size that can be waited for, as soon as it is known how long they take.
@@ -116,6 +141,8 @@ class Admission:
                 next(self._run)
             except StopIteration as end:
                 group = Group(self._group, self._started, end.value)
+                for row, origin in zip(group.rows, group.staged.origins, strict=True):
+                    row.came(origin)
                 self._group, self._run = [], None
                 return group
             if until is not None and time.perf_counter() > until:
@@ -123,22 +150,18 @@ class Admission:
         return None
 
     def _begin(self, free: int) -> None:
-        prompts = [row.prompt for row in self._ahead()]
-        scored = self._waiting[0].request.scored
-        most = self._scorer.group if scored else self._prefiller.group
-        count = most(prompts, free)
-        self._group = [self._waiting.popleft() for _ in range(count)]
-        if scored:
-            self._run = self._scorer.run(self._group)
-        else:
-            self._run = self._prefiller.run(prompts[:count], prompts[count:])
         self._started = time.perf_counter()
-
-    def _ahead(self) -> list[Row]:
-        """Rows at the head that come in alike: all scored, or none."""
-        ahead = itertools.islice(self._waiting, LOOK_AHEAD)
-        scored = self._waiting[0].request.scored
-        return list(itertools.takewhile(lambda row: row.request.scored == scored, ahead))
+        if self._scores():
+            count = self._scorer.group([row.prompt for row in self._scored], free)
+            self._group = [self._scored.popleft() for _ in range(count)]
+            self._run = self._scorer.run(self._group)
+            return
+        group = self._prefiller.group(self._waiting, self._last, free)
+        depths = self._prefiller.depths(group[0][0].tokens, self._waiting)
+        copies = [Copies(leaf.tokens, n, n < len(leaf.items)) for leaf, n in group]
+        self._group = [row for leaf, n in group for row in self._waiting.take(leaf, n)]
+        self._last = copies[-1].tokens
+        self._run = self._prefiller.run(copies, depths)
 
     def _leave(self) -> None:
         if self._run is not None:

@@ -85,15 +85,15 @@ class Drafter(Protocol):
         ...
 
 
-class _Nothing:
+class Nothing:
     """The state of a drafter that remembers nothing."""
 
     length = 0
 
-    def first(self, length: int) -> _Nothing:
+    def first(self, length: int) -> Nothing:
         return self
 
-    def snapshot(self, row: int, length: int) -> _Nothing:
+    def snapshot(self, row: int, length: int) -> Nothing:
         return self
 
     def load(self, row: int, snapshot: Any) -> None:
@@ -108,8 +108,8 @@ class NoDrafter:
 
     spec = DrafterSpec("none")
 
-    def new_state(self, lens: Lens) -> _Nothing:
-        return _Nothing()
+    def new_state(self, lens: Lens) -> Nothing:
+        return Nothing()
 
     def propose(self, state: Any, anchor: mx.array, width: mx.array, k: int) -> Proposal:
         none = mx.zeros((anchor.shape[0], k), dtype=mx.int32)

@@ -20,7 +20,7 @@ from dflash_batch.decoder.cycle import Slots, run
 from dflash_batch.decoder.drafters import Drafter
 from dflash_batch.decoder.logprobs import Shown, show
 from dflash_batch.decoder.prefill import MOST_ROWS, Staged
-from dflash_batch.decoder.prefix import Tokens
+from dflash_batch.decoder.prefix import Origin, Tokens
 from dflash_batch.decoder.row import Row
 from dflash_batch.decoder.targets.base import Target
 
@@ -67,7 +67,8 @@ class Scorer:
                 yield
         for row, shown in zip(rows, parts, strict=True):
             row.show_prompt(shown)
-        return Staged(slots, logits, [len(prompt) for prompt in prompts])
+        whole = (Origin(len(prompt), 0, 0, 0.0, None) for prompt in prompts)
+        return Staged(slots, logits, list(whole))
 
     def _forward(self, slots: Slots, pieces: Sequence[Tokens], width: int, done: int) -> mx.array:
         """Hidden states [R, width, h] of the next piece of each prompt."""

@@ -41,6 +41,7 @@ from dflash_batch.decoder.sampling import Sampler
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.text import StopStrings
 from dflash_batch.decoder.thinking import Thoughts, thinking_of
+from dflash_batch.decoder.tiers import Tiers
 from dflash_batch.decoder.types import (
     Completion,
     Load,
@@ -74,7 +75,7 @@ class Decoder:
     `sampling` is the rule for batches in which some row samples. With `Coupled` a seed gives the
     same text whatever the drafts; with `Rejection` it does for one draft and block length.
     `policy` chooses how many tokens to draft and how many rows to take, by default all there are;
-    it may be exchanged between steps.
+    it may be exchanged between steps. `tiers` hold prefixes, by default in memory alone.
     `memory` is bytes on the device for all of it, weights included; None: as much as it takes.
     `watch` is told of every cycle and row.
     `depth` is how many cycles may be in flight: 1 hides the host's work behind a GPU, 0 reads
@@ -94,6 +95,7 @@ class Decoder:
         policy: Policy | None = None,
         memory: int | None = None,
         watch: Watch | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         if max_batch < 1:
             raise ValueError("max_batch must be at least 1")
@@ -105,7 +107,7 @@ class Decoder:
         self._gpu = mx.default_device() == mx.gpu
         self._depth = int(self._gpu) if depth is None else depth
         self._greedy, self._sampling = Greedy(), sampling or Coupled()
-        prefiller = Prefiller(target, drafter)
+        prefiller = Prefiller(target, drafter, tiers)
         self._admission = Admission(prefiller, Scorer(target, drafter, prefiller.chunk))
         self._watch = watch
         self._budget = Budget(target, drafter, memory)
@@ -245,8 +247,9 @@ class Decoder:
         return Load(len(self._admission), self._live)
 
     def unstarted(self) -> list[int]:
-        """Uids of the rows that wait for a place, in their order."""
-        return [row.request.uid for row in self._admission.waiting]
+        """Uids of the rows that wait for a place, in the order in which they get one."""
+        admission = self._admission
+        return [row.request.uid for row in admission.ahead(admission.waiting)]
 
     def step(self) -> list[Completion]:
         """Admit what fits, run one cycle, and return the rows that ended."""
@@ -512,7 +515,7 @@ class Decoder:
         fit = np.array(sound(staged.logits[:, None], mx.ones((len(rows), 1), dtype=mx.bool_)))
         now = time.perf_counter()
         for i, row in enumerate(rows):
-            row.started, row.first, row.computed = started, now, staged.computed[i]
+            row.started, row.first = started, now
             if not fit[i]:
                 row.fail()
             elif row.left == 0:  # only the prompt was of interest
@@ -535,7 +538,6 @@ class Decoder:
         for slot, (row, start) in zip(self._room(len(riders)), riders, strict=True):
             row.started = time.perf_counter()
             row.tail = row.prompt[start.length :].tolist()
-            row.computed = len(row.tail)
             start.load(self._slots, slot)
             self._place(slot, row, start.length, anchor=0)
 
@@ -566,16 +568,17 @@ class Decoder:
     def _free(self) -> int:
         """How many rows to admit now."""
         taken = self._live + self._admission.coming
-        ready = max(0, min(self._max_batch - taken, len(self._admission.waiting)))
+        ready = max(0, min(self._max_batch - taken, self._admission.waiting))
         more = self.policy.admit_more(taken, ready, self._context()) if ready else 0
-        while more and not self._fit(more):
+        ahead = self._admission.ahead(more) if self._budget.limit is not None else []
+        while ahead and not self._fit(ahead):
+            ahead.pop()
             more -= 1
         return more
 
-    def _fit(self, more: int) -> bool:
-        """Whether memory has room for all there are and the next `more` rows, fully written."""
-        waiting = (self._admission.waiting[i] for i in range(more))
-        rows = [row for row in (*self._rows, *self._admission.group, *waiting) if row is not None]
+    def _fit(self, more: list[Row]) -> bool:
+        """Whether memory has room for all there are and for `more` rows, fully written."""
+        rows = [row for row in (*self._rows, *self._admission.group, *more) if row is not None]
         columns = self._budget.columns(max(_most(row.request) for row in rows))
         most = self._budget.rows(columns)
         return most is None or min(arena_width(len(rows)), self._max_batch) <= most

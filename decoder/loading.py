@@ -22,6 +22,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import load_model, load_tokenizer
 
 from dflash_batch.decoder import demo, registry
+from dflash_batch.decoder.caching import tiers_for
 from dflash_batch.decoder.composite import CompositeDrafter
 from dflash_batch.decoder.draft2_model import DFlash2Drafter, Draft2Model
 from dflash_batch.decoder.draft_config import DraftConfig
@@ -100,6 +101,7 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
         tokenizer=tokenizer,
         max_batch=spec.max_batch,
         policy=policy_for(spec, drafter, cost_key(folder, config, target, drafter)),
+        tiers=tiers_for(spec, folder, config, target, drafter),
     )
 
 

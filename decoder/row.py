@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dflash_batch.decoder.logprobs import Shown
-from dflash_batch.decoder.prefix import Tokens
+from dflash_batch.decoder.prefix import Origin, Tokens
 from dflash_batch.decoder.text import Decodes, StopStrings, cut
 from dflash_batch.decoder.thinking import Thoughts
 from dflash_batch.decoder.types import Fault, FinishReason, Request
@@ -43,7 +43,10 @@ class Row:
     fault: Fault | None = None
     reach: int = 0  # tokens that the device may emit before the host has looked
     cancelled: bool = False
-    computed: int = 0
+    computed: int = 0  # prompt tokens run for it
+    ram: int = 0  # prompt tokens that were in memory before it came
+    ssd: int = 0  # prompt tokens read from SSD, whether by it or by a neighbour
+    miss: str | None = None
     started: float = 0.0
     first: float = 0.0
     width: int = 1
@@ -75,6 +78,11 @@ class Row:
         thinking = self.thoughts.reach if self.thoughts is not None else None
         most = self.request.max_tokens
         return most if thinking is None else min(most, thinking)
+
+    def came(self, origin: Origin) -> None:
+        """Note where its prompt came from. What was held after it came is its neighbours'."""
+        self.computed, self.ssd, self.miss = origin.computed, origin.ssd, origin.miss
+        self.ram = origin.ram if origin.made < self.added else 0
 
     def take(self, tokens: Sequence[int]) -> int:
         """Emit tokens up to and including the one that ends the row; return how many."""

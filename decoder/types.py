@@ -26,6 +26,8 @@ class LoadSpec:
     spec: Literal["auto", "on", "off"] = "on"  # draft where it pays, always, or never
     cost_dir: str | None = None  # folder of measured cycle costs; None: they are not kept
     draft_quant: DraftQuant = "none"  # what the draft's weights are quantised to when loaded
+    cache_dir: str | None = None  # folder of prefixes on SSD; None: they are not kept
+    cache_bytes: int | None = None  # most bytes in it; None: 50 GiB
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,9 @@ class Completion:
     prefill_ms: float
     ttft_ms: float  # admission to first token
     decode_ms: float
+    ram_tokens: int = 0  # of cached_tokens: in memory before the row came
+    ssd_tokens: int = 0  # of cached_tokens: read from SSD
+    cache_miss: str | None = None  # why nothing on SSD served it, where there is an SSD tier
     seed: int | None = None  # of its sampling, if tokens were drawn
     logprobs: tuple[TokenLogprob, ...] | None = None  # of each token, if asked for
     echo: str | None = None  # the prompt as text; then the logprobs begin with the prompt's

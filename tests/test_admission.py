@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny import OracleDrafter, as_target, finish, greedy, make_decoder, make_model, request
 
-from dflash_batch.decoder import admission
 from dflash_batch.decoder.drafters import NoDrafter
 from dflash_batch.decoder.types import Completion, Sampling
 
@@ -92,7 +91,6 @@ def test_a_penalised_row_does_not_ride() -> None:
 
 def test_a_long_prompt_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk outlasts what rows that decode may wait: a cycle comes after every one."""
-    monkeypatch.setattr(admission, "LOOK_AHEAD", 1)
     monkeypatch.setattr("dflash_batch.decoder.engine.STALL", 0.0)
     monkeypatch.setattr("dflash_batch.decoder.admission.STALL", 1e-9)
     case = Case("qwen3")

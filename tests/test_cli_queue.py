@@ -206,13 +206,22 @@ def test_worker_hands_its_options_on(
     monkeypatch.setattr(worker_main, "run_worker", run_worker)
     assert cli("worker").exit_code == exits.OK
     options: tuple[object, ...] = ("-m", "demo", "--draft", "none", "--lease-ttl", 9, "--burst")
-    options += ("--max-batch", 2, "-q")
+    options += ("--max-batch", 2, "-q", "--cache-dir", "none")
     options += ("--only-when", "plugged,22:00-07:00")
     assert cli("worker", *options, "--spec", "off").exit_code == exits.NOT_FOUND
-    first, second = seen
-    costs, pending = (str(tmp_path / "home" / name) for name in ("costs", "pending"))
+    cli("worker", "--cache-dir", tmp_path / "ssd", "--cache-size", "1.5G")
+    first, second, third = seen
+    assert third.cache_dir == str(tmp_path / "ssd")
+    assert third.cache_bytes == 3 << 29
+    costs, prefixes, pending = (
+        str(tmp_path / "home" / name) for name in ("costs", "prefixes", "pending")
+    )
     assert first == WorkerSettings(
-        redis_url=valkey_url, cost_dir=costs, pending_dir=pending, only_when="cool,charged"
+        redis_url=valkey_url,
+        cost_dir=costs,
+        pending_dir=pending,
+        only_when="cool,charged",
+        cache_dir=prefixes,
     )
     assert second == WorkerSettings(
         redis_url=valkey_url,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cli_tools import invoke
 
+from dflash_batch.cli.common import Common
 from dflash_batch.cli.main import main
 from dflash_batch.worker.launchd import AGAIN_S, GRACE_S, LABEL, Agent, Launchd, LaunchdError
 from dflash_batch.worker.settings import WorkerSettings
@@ -137,7 +138,7 @@ def test_print_shows_the_worker_of_this_command_line(
     monkeypatch.chdir(tmp_path)
     secret = "redis://:secret@studio.local:6379"
     options = ["--redis", secret, "-m", "target", "--draft", "none", "--only-when", "idle,plugged"]
-    options += ["--lease-ttl", "60", "-q", "--burst"]
+    options += ["--lease-ttl", "60", "-q", "--burst", "--cache-dir", "ssd", "--cache-size", "2G"]
     result = invoke("--home", tmp_path / "home", "worker", *options, "--launchd", "print")
     assert result.exit_code == 0, result.stderr
     told = plistlib.loads(result.stdout.encode())
@@ -155,7 +156,9 @@ def test_print_shows_the_worker_of_this_command_line(
         verb = main.get_command(ctx, "worker")
         assert verb is not None
         with verb.make_context("worker", command[3:], parent=ctx) as parsed:
-            given = parsed.params
+            given, common = parsed.params, parsed.find_object(Common)
+    assert common is not None
+    assert (common.cache_dir, common.cache_size) == (str(tmp_path / "ssd"), 2 << 30)
     assert given["model"] == str(tmp_path / "target")
     assert (given["draft"], given["lease_ttl"], given["burst"]) == ("none", 60.0, True)
     assert given["only_when"] == "idle,plugged"

@@ -300,3 +300,17 @@ def test_the_width_follows_the_rows_and_is_reported(case: Case) -> None:
 
 def test_float32_arithmetic_is_what_was_tested(case: Case) -> None:
     assert case.target.dtype == mx.float32
+
+
+def test_rows_without_a_place_are_named_and_may_leave(case: Case) -> None:
+    decoder = make_decoder(case.target, NoDrafter(), max_batch=2, depth=0)
+    for i in range(8):
+        decoder.add(request(i, case.prompts[i], 12))
+    assert sorted(decoder.unstarted()) == list(range(8))
+    decoder.step()
+    waiting = decoder.unstarted()
+    assert 0 < len(waiting) <= 6
+    for uid in waiting:
+        decoder.cancel(uid)
+    assert decoder.unstarted() == []
+    assert finish(decoder).keys() == set(range(8)) - set(waiting)

@@ -149,6 +149,30 @@ def test_without_a_seed_a_row_draws_one_for_all_its_choices() -> None:
     assert all(0 <= seed < 2**53 for drawn in seeds for seed in drawn)
 
 
+@pytest.mark.parametrize(
+    ("computed", "ram", "ssd", "source"),
+    [
+        (10, 0, 0, "none"),
+        (4, 0, 0, "batch"),
+        (2, 1, 6, "ssd"),
+        (2, 6, 1, "ram"),
+        (2, 2, 2, "batch"),
+    ],
+)
+def test_cached_tokens_tell_their_tier(computed: int, ram: int, ssd: int, source: str) -> None:
+    first = completion(0, prefill_tokens=computed, ram_tokens=ram, ssd_tokens=ssd)
+    copy = completion(1, prefill_tokens=0, ram_tokens=ram, ssd_tokens=ssd)
+    metrics = answer(chat(n=2), [first, copy]).metrics
+    assert metrics.cache_source == source
+    assert (metrics.cached_ram_tokens, metrics.cached_ssd_tokens) == (ram, ssd)
+    assert metrics.cached_tokens == 10 - computed
+
+
+def test_why_nothing_on_ssd_served_a_row_is_told() -> None:
+    result = answer(chat(), [completion(0, cache_miss="diverges_at:512")])
+    assert rows.facts(result.metrics)["cache_miss"] == "diverges_at:512"
+
+
 def test_n_choices_count_their_prompt_once_and_tell_the_seed() -> None:
     row = chat(n=2, temperature=1.0)
     first = completion(0, prefill_tokens=10, cached_tokens=0, seed=77)
@@ -251,6 +275,8 @@ def test_a_chat_answer_has_the_shape_of_the_api() -> None:
         "accepted_tokens": 1,
         "spec": "on",
         "cache_source": "batch",
+        "cached_ram_tokens": 0,
+        "cached_ssd_tokens": 0,
         "draft": "org/draft",
         "draft_quant": "none",
         "block": 16,

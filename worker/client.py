@@ -77,6 +77,8 @@ class RunOptions:
     lease_ttl_s: float = 45.0
     max_context: int | None = None
     spec: Spec = "on"
+    cache_dir: str | None = None  # prefixes on SSD
+    cache_bytes: int | None = None
     engine_command: tuple[str, ...] = ENGINE_COMMAND
 
 
@@ -341,6 +343,8 @@ class _Session:
             cost_dir=str(cost_dir(options.home)),
             only_when=ALWAYS,
             pending_dir=str(pending_dir(options.home)),
+            cache_dir=options.cache_dir,
+            cache_bytes=options.cache_bytes,
             engine_command=options.engine_command,
         )
         return PrivateWorker(

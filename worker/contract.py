@@ -279,7 +279,10 @@ class RowMetrics(Record):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     spec: Literal["on", "off", "auto-off"] = "off"
-    cache_source: Literal["none", "batch", "ram", "ssd"] = "none"
+    cache_source: Literal["none", "batch", "ram", "ssd"] = "none"  # of most cached_tokens
+    cached_ram_tokens: int = 0  # of cached_tokens: in memory before the row came
+    cached_ssd_tokens: int = 0  # of cached_tokens: read from SSD
+    cache_miss: str | None = None  # why nothing on SSD served the row
     draft: str | None = None  # effective settings: name of the draft,
     draft_quant: str = "none"  # what its weights are quantised to,
     draft_notice: str | None = None  # why there is none, or why it is hardly used,

@@ -196,19 +196,18 @@ class _Service:
 
     def _hand_back(self) -> None:
         """Half of the rows of which no choice is started, the last of them."""
-        unstarted = set(self._decoder.unstarted())
-        uids: dict[int, list[int]] = {}  # by row, in the order of admission
-        for uid, (row, _) in self._rows.items():
-            uids.setdefault(id(row), []).append(uid)
-        idle = [own for own in uids.values() if unstarted.issuperset(own)]
+        waiting: dict[int, list[int]] = {}  # uids by row, in the order in which they would start
+        for uid in self._decoder.unstarted():
+            if uid in self._rows:
+                waiting.setdefault(id(self._rows[uid][0]), []).append(uid)
+        rows = [(self._rows[uids[0]][0], uids) for uids in waiting.values()]
+        idle = [(row, uids) for row, uids in rows if len(uids) == len(row.prompts)]
         returned: dict[tuple[str, int], list[int]] = {}
-        for own in idle[len(idle) // 2 :]:
-            row, _ = self._rows[own[0]]
-            if len(own) == len(row.prompts):  # no choice has ended
-                returned.setdefault((row.shard_id, row.epoch), []).append(row.spec.index)
-                for uid in own:
-                    self._decoder.cancel(uid)
-                    del self._rows[uid]
+        for row, uids in idle[len(idle) // 2 :]:
+            returned.setdefault((row.shard_id, row.epoch), []).append(row.spec.index)
+            for uid in uids:
+                self._decoder.cancel(uid)
+                del self._rows[uid]
         for (shard_id, epoch), indices in returned.items():
             self._pipe.send(Returned(shard_id=shard_id, epoch=epoch, rows=indices))
 
@@ -276,6 +275,8 @@ def _spec(order: Load) -> LoadSpec:
         max_context=order.max_context,
         spec=order.spec,
         cost_dir=order.cost_dir,
+        cache_dir=order.cache_dir,
+        cache_bytes=order.cache_bytes,
     )
 
 

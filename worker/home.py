@@ -39,6 +39,11 @@ def pending_dir(home: Path) -> Path:
     return home / "pending"
 
 
+def prefix_dir(home: Path) -> Path:
+    """Where prefixes are kept on SSD."""
+    return home / "prefixes"
+
+
 def platform_home() -> Path:
     """Where this platform keeps an application's state."""
     if sys.platform == "darwin":

@@ -169,6 +169,8 @@ class Keeper:
                     max_context=self._settings.max_context,
                     spec=self._settings.spec,
                     cost_dir=self._settings.cost_dir,
+                    cache_dir=self._settings.cache_dir,
+                    cache_bytes=self._settings.cache_bytes,
                 )
             )
 

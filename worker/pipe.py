@@ -31,6 +31,8 @@ class Load(Record):
     max_context: int | None = None
     spec: Spec = "auto"
     cost_dir: str | None = None
+    cache_dir: str | None = None
+    cache_bytes: int | None = None
 
 
 class Admit(Record):

@@ -295,6 +295,8 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
 
     prompt_tokens = total("prompt_tokens") // n
     cached = max(0, prompt_tokens - total("prefill_tokens"))
+    ssd = min(cached, total("ssd_tokens") // n)
+    ram = min(cached - ssd, total("ram_tokens") // n)
     traced = [
         (completion.emitted_per_cycle, completion.drafted_per_cycle)
         for completion in completions
@@ -317,7 +319,10 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         draft_tokens=total("draft_tokens"),
         accepted_tokens=total("accepted_tokens"),
         spec=_spec(completions, where),
-        cache_source="batch" if cached else "none",
+        cache_source=_source(cached, ram, ssd),
+        cached_ram_tokens=ram,
+        cached_ssd_tokens=ssd,
+        cache_miss=completions[0].cache_miss if completions else None,
         draft=info.draft,
         draft_quant=info.draft_quant,
         draft_notice=next((c.draft_notice for c in completions if c.draft_notice), None),
@@ -328,6 +333,15 @@ def _metrics(completions: Sequence[Completion], where: Circumstances, n: int = 1
         drafted_per_cycle=[[list(block) for block in drafted or ()] for _, drafted in traced]
         or None,
     )
+
+
+def _source(cached: int, ram: int, ssd: int) -> Literal["none", "batch", "ram", "ssd"]:
+    """Where most of the cached tokens came from; "batch" are rows that came beside this one."""
+    if not cached:
+        return "none"
+    if ssd >= max(ram, cached - ram - ssd):
+        return "ssd"
+    return "ram" if ram >= cached - ram - ssd else "batch"
 
 
 def _spec(
@@ -469,7 +483,14 @@ def facts(metrics: RowMetrics) -> dict[str, Any]:
     several choices one such list for each, in their order.
     """
     shown = metrics.model_dump(exclude={"prompt_tokens", "completion_tokens", "reasoning_tokens"})
-    for name in ("seed", "draft_notice", "template", "thinking_token_budget", "warnings"):
+    for name in (
+        "seed",
+        "draft_notice",
+        "template",
+        "thinking_token_budget",
+        "warnings",
+        "cache_miss",
+    ):
         if shown[name] is None:
             del shown[name]
     for name in ("emitted_per_cycle", "drafted_per_cycle"):

@@ -26,6 +26,8 @@ class WorkerSettings:
     cost_dir: str | None = None  # where measured cycle costs are kept
     only_when: str = ""  # conditions under which rows may run, see conditions.py
     pending_dir: str | None = None  # where records wait while the queue is away; None: in memory
+    cache_dir: str | None = None  # where prefixes are kept on SSD; None: in memory only
+    cache_bytes: int | None = None  # most bytes in it; None: the store's default
     burst: bool = False  # exit when nothing is left to do
     batch_id: str | None = None  # private worker: only this batch, exit when it is over
     engine_command: tuple[str, ...] = ENGINE_COMMAND
