@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import click
 
+from dflash_batch.cli.common import Size
 from dflash_batch.decoder.registry import LOOKUP, repo_for, split
 from dflash_batch.worker.contract import ModelRef
 from dflash_batch.worker.errors import UserError
@@ -50,6 +51,11 @@ def max_batch_option(function: _F) -> _F:
 def max_context_option(function: _F) -> _F:
     """`--max-context`."""
     return _MAX_CONTEXT(function)
+
+
+def engine_options(function: _F) -> _F:
+    """What the engine may use and is to note: `--memory` and `--diagnostics`."""
+    return _MEMORY(_DIAGNOSTICS(function))
 
 
 def model_option(function: _F) -> _F:
@@ -145,6 +151,19 @@ _SPEC = click.option(
     show_default=True,
     help="Draft where it pays by what cycles cost here, always (but for drafts of which hardly any "
     "stand), or never. Texts stay the same.",
+)
+_MEMORY = click.option(
+    "--memory",
+    type=Size(),
+    metavar="SIZE",
+    help="Memory of the GPU to use, weights included, such as 24G: the batch is as wide as fits. "
+    "[default: most of it]",
+)
+_DIAGNOSTICS = click.option(
+    "--diagnostics",
+    metavar="DIR",
+    type=click.Path(file_okay=False, resolve_path=True),
+    help="Note what each cycle and row took, as JSON lines in a new folder of DIR. It slows a GPU.",
 )
 _MAX_BATCH = click.option(
     "--max-batch",

@@ -22,6 +22,7 @@ from dflash_batch.cli.intake import (
 )
 from dflash_batch.cli.models import (
     draft_options,
+    engine_options,
     max_batch_option,
     max_context_option,
     model_option,
@@ -52,6 +53,7 @@ class Places:
 @spec_option
 @max_batch_option
 @max_context_option
+@engine_options
 @click.option(
     "--on-invalid",
     type=click.Choice(["fail", "skip"]),
@@ -87,6 +89,8 @@ def command(
     spec: Spec,
     max_batch: int,
     max_context: int | None,
+    memory: int | None,
+    diagnostics: str | None,
     on_invalid: str,
     output: str | None,
     errors: str | None,
@@ -123,6 +127,8 @@ def command(
         max_batch=max_batch,
         lease_ttl_s=lease_ttl,
         max_context=max_context,
+        memory=memory,
+        diagnostics=diagnostics,
         spec=spec,
         cache_dir=common.cache_folder(home),
         cache_bytes=common.cache_size,

@@ -9,6 +9,7 @@ from dflash_batch.cli.common import Common, cache_options, common_options, pass_
 from dflash_batch.cli.launchd import agent, worker_agent
 from dflash_batch.cli.models import (
     draft_options,
+    engine_options,
     max_batch_option,
     max_context_option,
     model_ref,
@@ -44,6 +45,7 @@ def _conditions(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @spec_option
 @max_batch_option
 @max_context_option
+@engine_options
 @click.option(
     "--lease-ttl",
     type=click.FloatRange(min=1),
@@ -82,6 +84,8 @@ def command(
     spec: Spec,
     max_batch: int,
     max_context: int | None,
+    memory: int | None,
+    diagnostics: str | None,
     lease_ttl: float,
     only_when: str,
     launchd: str | None,
@@ -109,6 +113,8 @@ def command(
             max_batch=max_batch,
             lease_ttl_s=lease_ttl,
             max_context=max_context,
+            memory=memory,
+            diagnostics=diagnostics,
             spec=spec,
             cost_dir=str(cost_dir(home)),
             only_when=",".join(filter(None, (ALWAYS, only_when))),

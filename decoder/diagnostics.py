@@ -104,11 +104,12 @@ class Parts:
 
 
 class Diagnostics(Parts):
-    """Writes the three files. The folder is made; it must not hold an earlier run."""
+    """Writes the three files, into a folder of this process in the one that was named."""
 
     def __init__(self, folder: Path, info: ModelInfo, settings: dict[str, Any]) -> None:
         """Raises LoadError if the folder cannot be used."""
         super().__init__()
+        folder = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         self._start = time.perf_counter()
         self._last = self._start
         manifest = {
@@ -118,17 +119,18 @@ class Diagnostics(Parts):
             "platform": platform.platform(),
             "versions": {name: version(name) for name in ("dflash-batch", "mlx", "mlx-lm")},
             "device": {"name": str(mx.default_device()), **mx.device_info(mx.default_device())},
-            "model": {**asdict(info), "eos_token_ids": sorted(info.eos_token_ids)},
+            "model": asdict(info),
             "settings": settings,
         }
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._open(folder / "manifest.json").write(json.dumps(manifest, indent=1) + "\n")
+            with self._open(folder / "manifest.json") as file:
+                file.write(json.dumps(manifest, indent=1, default=sorted) + "\n")  # sets
             self._cycles = self._open(folder / "cycles.jsonl")
             self._jobs = self._open(folder / "jobs.jsonl")
         except OSError as e:
             raise LoadError(
-                f"diagnostics cannot be written to {folder}: {e.strerror or e}; name a new folder",
+                f"diagnostics cannot be written to {folder}: {e.strerror or e}: name another",
                 code="invalid_value",
                 param="diagnostics",
             ) from e

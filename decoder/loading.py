@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from dflash_batch.decoder import demo, registry
 from dflash_batch.decoder.caching import tiers_for
 from dflash_batch.decoder.composite import CompositeDrafter
+from dflash_batch.decoder.diagnostics import Diagnostics
 from dflash_batch.decoder.draft2_model import DFlash2Drafter, Draft2Model
 from dflash_batch.decoder.draft_config import DraftConfig
 from dflash_batch.decoder.draft_model import DFlashDrafter, DraftModel
@@ -31,6 +32,7 @@ from dflash_batch.decoder.drafters import Drafter, NoDrafter
 from dflash_batch.decoder.engine import Decoder
 from dflash_batch.decoder.errors import LoadError
 from dflash_batch.decoder.measured import cost_key, policy_for
+from dflash_batch.decoder.memory import limit_here
 from dflash_batch.decoder.quantise import quantise
 from dflash_batch.decoder.targets.base import Target
 from dflash_batch.decoder.targets.dense import DenseTarget
@@ -93,6 +95,9 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
         template_names=template_names(tokenizer),
         draft_quant=spec.draft_quant if drafter.spec.taps else "none",
     )
+    tiers = tiers_for(spec, folder, config, target, drafter)
+    limit = spec.memory or limit_here()
+    watch = Diagnostics(Path(spec.diagnostics), info, asdict(spec)) if spec.diagnostics else None
     progress("ready", 1.0)
     return Decoder(
         target,
@@ -101,7 +106,9 @@ def load_decoder(spec: LoadSpec, progress: Progress = lambda phase, share: None)
         tokenizer=tokenizer,
         max_batch=spec.max_batch,
         policy=policy_for(spec, drafter, cost_key(folder, config, target, drafter)),
-        tiers=tiers_for(spec, folder, config, target, drafter),
+        tiers=tiers,
+        memory=None if limit is None else limit - tiers.ram,
+        watch=watch,
     )
 
 

@@ -27,6 +27,8 @@ class LoadSpec:
     cost_dir: str | None = None  # folder of measured cycle costs; None: they are not kept
     draft_quant: DraftQuant = "none"  # what the draft's weights are quantised to when loaded
     cache_dir: str | None = None  # folder of prefixes on SSD; None: they are not kept
+    memory: int | None = None  # bytes on the device, weights included; None: most of what it has
+    diagnostics: str | None = None  # folder for what each cycle and row took; None: not noted
     cache_bytes: int | None = None  # most bytes in it; None: 50 GiB
 
 

@@ -79,6 +79,8 @@ class RunOptions:
     spec: Spec = "on"
     cache_dir: str | None = None  # prefixes on SSD
     cache_bytes: int | None = None
+    memory: int | None = None  # bytes on the device
+    diagnostics: str | None = None  # folder
     engine_command: tuple[str, ...] = ENGINE_COMMAND
 
 
@@ -345,6 +347,8 @@ class _Session:
             pending_dir=str(pending_dir(options.home)),
             cache_dir=options.cache_dir,
             cache_bytes=options.cache_bytes,
+            memory=options.memory,
+            diagnostics=options.diagnostics,
             engine_command=options.engine_command,
         )
         return PrivateWorker(

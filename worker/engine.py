@@ -277,6 +277,8 @@ def _spec(order: Load) -> LoadSpec:
         cost_dir=order.cost_dir,
         cache_dir=order.cache_dir,
         cache_bytes=order.cache_bytes,
+        memory=order.memory,
+        diagnostics=order.diagnostics,
     )
 
 

@@ -171,6 +171,8 @@ class Keeper:
                     cost_dir=self._settings.cost_dir,
                     cache_dir=self._settings.cache_dir,
                     cache_bytes=self._settings.cache_bytes,
+                    memory=self._settings.memory,
+                    diagnostics=self._settings.diagnostics,
                 )
             )
 

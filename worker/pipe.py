@@ -33,6 +33,8 @@ class Load(Record):
     cost_dir: str | None = None
     cache_dir: str | None = None
     cache_bytes: int | None = None
+    memory: int | None = None
+    diagnostics: str | None = None
 
 
 class Admit(Record):

@@ -28,6 +28,8 @@ class WorkerSettings:
     pending_dir: str | None = None  # where records wait while the queue is away; None: in memory
     cache_dir: str | None = None  # where prefixes are kept on SSD; None: in memory only
     cache_bytes: int | None = None  # most bytes in it; None: the store's default
+    memory: int | None = None  # bytes an engine may use on its device; None: most of what it has
+    diagnostics: str | None = None  # folder in which engines note what cycles and rows took
     burst: bool = False  # exit when nothing is left to do
     batch_id: str | None = None  # private worker: only this batch, exit when it is over
     engine_command: tuple[str, ...] = ENGINE_COMMAND
