@@ -31,6 +31,7 @@ VERBS = {
     "priority": "Say which batch goes first.",
     "drain": "Have workers finish what they hold, and end.",
     "rm": "Remove batches and their results from the queue.",
+    "serve": "Answer the OpenAI API: files, batches, live requests.",
     "models": "List, fetch and remove models; check that a pair fits.",
     "cache": "Look after the prefixes kept on SSD.",
     "bench": "Measure what decoding costs here, for --spec auto.",

@@ -71,6 +71,7 @@ class PrivateWorker:
     batch_id: str
     settings: WorkerSettings
     inherit: tuple[int, ...] = ()
+    only: bool = True  # it leases nothing but this batch; else `batch_id` merely names its files
     is_ready: bool = field(default=False, init=False)  # its model is loaded
     loaded: float | None = field(default=None, init=False)  # share of the model, if known
     name: str = field(default="", init=False)
@@ -194,7 +195,7 @@ class PrivateWorker:
         settings = replace(
             self.settings,
             name=self.name,
-            batch_id=self.batch_id,
+            batch_id=self.batch_id if self.only else None,
             parent_pid=os.getpid(),
             grace_s=GRACE_S,
             notices=str(self._notices),

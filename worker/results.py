@@ -55,6 +55,7 @@ class Totals:
     accepted_tokens: int = 0
     elapsed_s: float = 0.0
     choices: int = 0
+    reasoning_tokens: int = 0  # of the completion tokens
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -96,6 +97,8 @@ class Totals:
         facts = body.get("dflash") or {}
         self.prompt_tokens += usage.get("prompt_tokens") or 0
         self.completion_tokens += usage.get("completion_tokens") or 0
+        details = usage.get("completion_tokens_details") or {}
+        self.reasoning_tokens += details.get("reasoning_tokens") or 0
         self.prefill_tokens += facts.get("prefill_tokens") or 0
         self.cached_tokens += facts.get("cached_tokens") or 0
         self.cycles += facts.get("cycles") or 0
