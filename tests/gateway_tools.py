@@ -5,6 +5,7 @@ Run as `python gateway_tools.py JSON` it is that process.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from openai import OpenAI
 from queue_tools import FAKE_ENGINE, MODEL
 
 from dflash_batch.worker import log
+from dflash_batch.worker.contract import CHAT
 from dflash_batch.worker.gateway.app import Options
 from dflash_batch.worker.gateway.guard import read_tokens
 from dflash_batch.worker.gateway.serve import Place, serve
@@ -29,6 +32,21 @@ from dflash_batch.worker.settings import WorkerSettings
 def answer_to(text: str) -> str:
     """What the fake engine says to one message of a user."""
     return f"{zlib.crc32(f'user: {text}'.encode()):08x}"
+
+
+async def ask_many(url: str, count: int) -> dict[str, str]:
+    """The answers to `count` live requests made at once, by what was asked."""
+    limits = httpx.Limits(max_connections=count)
+
+    async def one(client: httpx.AsyncClient, text: str) -> tuple[str, str]:
+        messages = [{"role": "user", "content": text}]
+        body = {"model": "fake", "max_tokens": 8, "messages": messages}
+        answer = await client.post(f"{url}{CHAT}", json=body)
+        answer.raise_for_status()
+        return text, answer.json()["choices"][0]["message"]["content"]
+
+    async with httpx.AsyncClient(limits=limits, timeout=300) as client:
+        return dict(await asyncio.gather(*(one(client, f"caller {n}") for n in range(count))))
 
 
 class ServerProcess:
