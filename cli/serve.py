@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from dflash_batch.cli.common import Common, common_options, pass_common, talk
+from dflash_batch.cli.common import Common, cache_options, common_options, pass_common, talk
 from dflash_batch.cli.models import (
     draft_options,
     max_batch_option,
@@ -54,6 +54,7 @@ NEEDED = ("prometheus_client", "python_multipart", "starlette", "uvicorn")
 @spec_option
 @max_batch_option
 @max_context_option
+@cache_options
 @common_options
 @pass_common
 def command(
@@ -100,6 +101,8 @@ def command(
             max_context=max_context,
             spec=spec,
             cost_dir=str(cost_dir(home)),
+            cache_dir=common.cache_folder(home),
+            cache_bytes=common.cache_size,
             only_when=ALWAYS,
         )
 

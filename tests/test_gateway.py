@@ -222,6 +222,8 @@ def test_a_batch_is_cancelled_and_what_is_done_is_kept(
         until(lambda: _completed(client, batch) > 0, "rows are done")
         assert client.batches.cancel(batch.id).status == "cancelling"
         client.batches.cancel(batch.id)
+        url = f"{server.url}/v1/batches/{batch.id}/results?follow=1"
+        followed = [json.loads(line) for line in httpx.get(url, timeout=60).text.splitlines()]
         batch = wait(client, batch)
         assert batch.status == "cancelled"
         done = records(client, batch.output_file_id)
@@ -230,6 +232,23 @@ def test_a_batch_is_cancelled_and_what_is_done_is_kept(
         assert sorted(r["custom_id"] for r in done + ended) == sorted(
             f"cancel-{n}" for n in range(400)
         )
+        assert sorted(r["id"] for r in followed) == sorted(r["id"] for r in done + ended)
+
+
+def test_rows_that_failed_are_tried_again(server: ServerProcess, client: OpenAI) -> None:
+    data = lines(2, "good") + lines(2, "long", messages=[TOO_LONG])
+    batch = wait(client, start(client, data))
+    url = f"{server.url}/v1/batches/{batch.id}/retry"
+    again = client.batches.retrieve(httpx.post(url).json()["id"])
+    assert client.files.content(again.input_file_id).content == lines(
+        2, "long", messages=[TOO_LONG]
+    )
+    assert {r["custom_id"] for r in records(client, wait(client, again).error_file_id)} == {
+        "long-0",
+        "long-1",
+    }
+    good = wait(client, start(client, lines(1, "all good")))
+    assert httpx.post(f"{server.url}/v1/batches/{good.id}/retry").status_code == 409
 
 
 def test_a_killed_server_goes_on_where_it_was(tmp_path: Path, valkey_server: LocalServer) -> None:

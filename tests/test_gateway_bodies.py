@@ -21,10 +21,10 @@ from dflash_batch.worker.gateway.guard import NotLoopback, TokensUnfit, check_ad
 
 JSON = {"Content-Type": "application/json"}
 FORM = {"Content-Type": "multipart/form-data; boundary=b"}
-KEYS = (
-    "input_file_id endpoint completion_window metadata model messages prompt stream n stop "
-    "max_tokens temperature logit_bias tools seed response_format"
-).split()
+KEYS = [
+    *("input_file_id", "endpoint", "completion_window", "metadata", "model", "messages"),
+    *("prompt", "stream", "n", "stop", "max_tokens", "temperature", "logit_bias", "tools"),
+]
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -32,7 +32,7 @@ class ModelUnusable(UserError):
     code = "model_not_found"
 
 
-class _Misfit(Exception):
+class Misfit(Exception):
     """Raised when a row cannot run on the model."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
@@ -72,7 +72,7 @@ class Ruler:
         for done, row in enumerate(rows, 1):
             try:
                 sizes += self._sizes(row)
-            except _Misfit as misfit:
+            except Misfit as misfit:
                 errors.append(
                     LineError(
                         line=row.line,
@@ -94,20 +94,21 @@ class Ruler:
         )
 
     def _sizes(self, row: JobSpec) -> list[int]:
-        """Tokens of each prompt of a row. Raises _Misfit."""
+        """Tokens of each prompt of a row. Raises Misfit."""
         sizes = []
-        for ids in self._ids(row):
+        for ids in self.ids(row):
             size, room = len(ids), 1 if row.max_tokens is None else row.max_tokens
             if self._vocab is not None and max(ids, default=0) >= self._vocab:
                 message = f"token id {max(ids)} is outside the vocabulary of {self._vocab:,}"
-                raise _Misfit(ErrorCode.INVALID_VALUE, message)
+                raise Misfit(ErrorCode.INVALID_VALUE, message)
             if size + room > self.limit:
                 message = f"{size:,} tokens + {room:,} > {self.limit:,}"
-                raise _Misfit(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
+                raise Misfit(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message)
             sizes.append(size)
         return sizes
 
-    def _ids(self, row: JobSpec) -> list[list[int]]:
+    def ids(self, row: JobSpec) -> list[list[int]]:
+        """The tokens of each prompt of a row. Raises Misfit."""
         if row.messages is not None:
             return [self._chat(row, row.messages)]
         return [self._text(p) if isinstance(p, str) else p for p in row.prompts or []]
@@ -116,7 +117,7 @@ class Ruler:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             message = "the model has no chat template; use /v1/completions with a prompt"
-            raise _Misfit(ErrorCode.CHAT_TEMPLATE_MISSING, message)
+            raise Misfit(ErrorCode.CHAT_TEMPLATE_MISSING, message)
         try:
             # Thinking is on unless the row turns it off, as it is in the decoder.
             options: dict[str, Any] = {"add_generation_prompt": True}
@@ -127,7 +128,20 @@ class Ruler:
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             message = f"the model's chat template refused the messages: {error}"
-            raise _Misfit(ErrorCode.CHAT_TEMPLATE_ERROR, message) from error
+            raise Misfit(ErrorCode.CHAT_TEMPLATE_ERROR, message) from error
+        return ids
+
+    def facts(self) -> dict[str, Any]:
+        """What the tokenizer says of itself. Raises Misfit."""
+        tokenizer = self._need_tokenizer()
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        found = {name: getattr(tokenizer, name, None) for name in names}
+        return {"tokenizer_class": type(tokenizer).__name__, **found, "max_model_len": self.limit}
+
+    def text_ids(self, text: str, *, special: bool) -> list[int]:
+        """The tokens of a text, with the special ones around it or without. Raises Misfit."""
+        tokenizer = self._need_tokenizer()
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
         return ids
 
     def _text(self, text: str) -> list[int]:
@@ -137,7 +151,7 @@ class Ruler:
     def _need_tokenizer(self) -> Any:
         if self._tokenizer is None:
             message = "the model folder has no tokenizer files; give the prompt as token ids"
-            raise _Misfit(ErrorCode.TOKENIZER_MISSING, message)
+            raise Misfit(ErrorCode.TOKENIZER_MISSING, message)
         return self._tokenizer
 
 

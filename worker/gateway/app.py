@@ -15,12 +15,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from dflash_batch.worker.contract import CHAT, TEXT, Endpoint, ErrorCode, ModelRef, RowResult
 from dflash_batch.worker.gateway import errors
-from dflash_batch.worker.gateway.batches import Batches, BatchRecord
+from dflash_batch.worker.gateway.batches import Asked, Batches, BatchRecord
 from dflash_batch.worker.gateway.bodies import asked_batch, asked_row, body_of
 from dflash_batch.worker.gateway.catalogue import Catalogue
 from dflash_batch.worker.gateway.clerk import Clerk
@@ -32,6 +32,8 @@ from dflash_batch.worker.gateway.intake import first_model
 from dflash_batch.worker.gateway.live import Desk
 from dflash_batch.worker.gateway.metrics import exposition
 from dflash_batch.worker.gateway.pool import Pool
+from dflash_batch.worker.gateway.results import new_lines, pick_failed
+from dflash_batch.worker.gateway.tokens import Rulers
 from dflash_batch.worker.gateway.upload import Upload
 from dflash_batch.worker.queue import QueueUnreachable
 
@@ -58,6 +60,7 @@ class Gateway:
         self.batches = Batches(folder / "batches")
         self.pool = Pool(options.url)
         self.catalogue = Catalogue(list(options.models), self.pool)
+        self.rulers = Rulers()
         self.clerk = Clerk(self.batches, self.files, options.url, options.revive)
         self.desk = Desk(options.url, options.home, options.revive)
 
@@ -126,6 +129,39 @@ class Gateway:
     def get_batch(self, request: Request) -> Response:
         return JSONResponse(self._shown(self._batch(request.path_params["id"])))
 
+    def results(self, request: Request) -> Response:
+        batch = self._batch(request.path_params["id"])
+        paths = [self.files.path(batch.output_id(kind)) for kind in ("out", "err")]
+        follow = request.query_params.get("follow", "0") in ("1", "true")
+
+        def is_over() -> bool:
+            found = self.batches.shelf.get(batch.id)
+            return not follow or found is None or found.is_over
+
+        return StreamingResponse(new_lines(paths, is_over), media_type="application/x-ndjson")
+
+    def retry(self, request: Request) -> Response:
+        batch = self._batch(request.path_params["id"])
+        if not batch.is_over:
+            raise ApiError(409, "the batch is not over", code="batch_not_over")
+        with self.batches.shelf.lock:
+            source = self._file(batch.input_file_id, 409)
+            if batch.error_file_id is None:
+                raise ApiError(409, "no row of the batch failed", code="nothing_failed")
+            failed = self._file(batch.error_file_id, 409)
+            part = self.files.part()
+            pick_failed(self.files.path(source.id), self.files.path(failed.id), part)
+            file = self.files.adopt(part, f"retry-{source.filename}"[:255])
+            asked = Asked(
+                file.id,
+                batch.endpoint,
+                batch.completion_window,
+                batch.expires_at - batch.created_at,
+                batch.metadata,
+            )
+            again = self.batches.create(asked, None, batch.model, batch.ref)
+        return JSONResponse(again.shown())
+
     def cancel(self, request: Request) -> Response:
         record = self.batches.cancel(self._batch(request.path_params["id"]).id)
         return JSONResponse(self._shown(record))
@@ -153,6 +189,20 @@ class Gateway:
                 task.cancel()
                 with suppress(asyncio.CancelledError, ApiError):
                     await task
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await body_of(request)
+        return JSONResponse(await run_in_threadpool(self._tokenize, body))
+
+    def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = body.pop("model", None)
+        if not isinstance(name, str | None):
+            raise _invalid("model must be a string", "model")
+        return self.rulers.tokenize(self.catalogue.find(name, 404).target, body)
+
+    def tokenizer_info(self, request: Request) -> Response:
+        name = request.query_params.get("model")
+        return JSONResponse(self.rulers.facts(self.catalogue.find(name, 404).target))
 
     # --- about -------------------------------------------------------------------------------
 
@@ -215,6 +265,10 @@ def build(options: Options) -> Starlette:
         ("GET", "/v1/batches", gateway.list_batches),
         ("GET", "/v1/batches/{id}", gateway.get_batch),
         ("POST", "/v1/batches/{id}/cancel", gateway.cancel),
+        ("GET", "/v1/batches/{id}/results", gateway.results),
+        ("POST", "/v1/batches/{id}/retry", gateway.retry),
+        ("POST", "/tokenize", gateway.tokenize),
+        ("GET", "/tokenizer_info", gateway.tokenizer_info),
         ("GET", "/v1/models", gateway.models),
         ("GET", "/v1/models/{name:path}", gateway.model),
         ("POST", CHAT, gateway.chat),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +48,23 @@ class Place:
     redis: str | None  # None: the embedded server of the home
 
 
+class _Front(uvicorn.Server):
+    """A server that says when it answers, and heeds a stop that came before it could hear one."""
+
+    def __init__(
+        self, config: uvicorn.Config, stop: threading.Event, on_ready: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._stop = stop
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.should_exit = self.should_exit or self._stop.is_set()
+        if not self.should_exit:
+            self._on_ready()
+
+
 def serve(
     place: Place,
     options: Options,
@@ -63,7 +81,7 @@ def serve(
         if not stack.enter_context(locked(folder / "server")):
             raise ServerRuns(f"another server uses {options.home}; stop it or name another --home")
         listener = stack.enter_context(_listening(place))
-        stack.enter_context(stoppable())
+        stop = stack.enter_context(stoppable())
         server = None
         if place.redis is None:
             server = stack.enter_context(EmbeddedServer(options.home))
@@ -72,7 +90,9 @@ def serve(
             check_server(place.redis)
             url, revive = place.redis, options.revive
         options = replace(options, url=url, revive=revive)
-        front = uvicorn.Server(
+        name, port = listener.getsockname()[:2]
+        at = f"http://{f'[{name}]' if ':' in name else name}:{port}"
+        front = _Front(
             uvicorn.Config(
                 build(options),
                 log_config=None,
@@ -80,7 +100,9 @@ def serve(
                 server_header=False,
                 lifespan="on",
                 timeout_graceful_shutdown=GRACE_S,
-            )
+            ),
+            stop,
+            lambda: on_ready(at),
         )
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         attendant = None
@@ -102,8 +124,6 @@ def serve(
             attendant = Attendant(worker, end)
             attendant.start()
             stack.callback(attendant.stop)
-        name, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{name}]' if ':' in name else name}:{port}")
         front.run(sockets=[listener])
         if attendant is not None and attendant.failure is not None:
             raise attendant.failure
