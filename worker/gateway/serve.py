@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvicorn
 
@@ -107,26 +108,39 @@ def serve(
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         attendant = None
         if settings is not None:
-            client = connect(url)
-            stack.callback(client.close)
-            worker = PrivateWorker(
-                queue=Queue(client),
-                folder=folder,
-                batch_id="serve",
-                settings=replace(settings, redis_url=url),
-                inherit=(server.users_fd,) if server else (),
-                only=False,
-            )
-
-            def end() -> None:
-                front.should_exit = True
-
-            attendant = Attendant(worker, end)
-            attendant.start()
-            stack.callback(attendant.stop)
+            inherit = (server.users_fd,) if server else ()
+            attendant = _attendant(stack, folder, replace(settings, redis_url=url), inherit, front)
         front.run(sockets=[listener])
         if attendant is not None and attendant.failure is not None:
             raise attendant.failure
+
+
+def _attendant(
+    stack: ExitStack,
+    folder: Path,
+    settings: WorkerSettings,
+    inherit: tuple[int, ...],
+    front: uvicorn.Server,
+) -> Attendant:
+    """A worker that runs until the stack unwinds; the server ends when it cannot be kept up."""
+    client = connect(settings.redis_url)
+    stack.callback(client.close)
+    worker = PrivateWorker(
+        queue=Queue(client),
+        folder=folder,
+        batch_id="serve",
+        settings=settings,
+        inherit=inherit,
+        only=False,
+    )
+
+    def end() -> None:
+        front.should_exit = True
+
+    attendant = Attendant(worker, end)
+    attendant.start()
+    stack.callback(attendant.stop)
+    return attendant
 
 
 @contextmanager
