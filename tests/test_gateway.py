@@ -83,8 +83,13 @@ def test_upload_create_poll_download(client: OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", data), purpose="batch")
     assert (file.bytes, file.filename, file.purpose) == (len(data), "in.jsonl", "batch")
     batch = client.batches.create(
-        input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"run": "1"}
+        input_file_id=file.id,
+        endpoint=CHAT,
+        completion_window="24h",
+        metadata={"run": "1"},
+        extra_body={"priority": 5},
     )
+    assert (batch.model_extra or {})["dflash"]["priority"] == 5
     assert batch.status in ("validating", "in_progress")
     assert batch.output_file_id is None
     batch = wait(client, batch)

@@ -158,6 +158,7 @@ class Gateway:
                 batch.completion_window,
                 batch.expires_at - batch.created_at,
                 batch.metadata,
+                batch.priority,
             )
             again = self.batches.create(asked, None, batch.model, batch.ref)
         return JSONResponse(again.shown())

@@ -64,6 +64,7 @@ class BatchRecord(Named):
     reasoning_tokens: int = 0
     metadata: dict[str, str] | None = None
     key: str | None = None  # of idempotency, as the caller gave it
+    priority: int = 0  # when it was made
     asked: str = ""  # hash of what was asked for
 
     @property
@@ -76,7 +77,7 @@ class BatchRecord(Named):
 
     def shown(self) -> dict[str, Any]:
         """The batch object of the API."""
-        own = {"ref", "total", "completed", "failed", "key", "asked", "errors"}
+        own = {"ref", "priority", "total", "completed", "failed", "key", "asked", "errors"}
         own |= {"input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"}
         errors = None if self.errors is None else {"object": "list", "data": self.errors}
         return self.model_dump(exclude=own) | {
@@ -94,7 +95,7 @@ class BatchRecord(Named):
                 "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
                 "total_tokens": self.input_tokens + self.output_tokens,
             },
-            "dflash": {"state": self.status},
+            "dflash": {"state": self.status, "priority": self.priority},
         }
 
 
@@ -106,6 +107,7 @@ class Asked(NamedTuple):
     completion_window: str
     seconds: int
     metadata: dict[str, str] | None
+    priority: int = 0
 
     @property
     def digest(self) -> str:
@@ -154,6 +156,7 @@ class Batches:
                 created_at=now,
                 expires_at=now + asked.seconds,
                 metadata=asked.metadata,
+                priority=asked.priority,
                 key=key,
                 asked=asked.digest,
             )

@@ -6,13 +6,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from dflash_batch.worker.contract import CHAT, TEXT, Endpoint, ErrorCode, JobSpec
+from dflash_batch.worker.contract import CHAT, TEXT, TOP_PRIORITY, Endpoint, ErrorCode, JobSpec
 from dflash_batch.worker.fields import BodyError, parse_body
 from dflash_batch.worker.gateway.batches import Asked, window_s
 from dflash_batch.worker.gateway.errors import ApiError
 from dflash_batch.worker.strict_json import BadLine, parse_object
 
-_KEYS = ("input_file_id", "endpoint", "completion_window", "metadata")
+_KEYS = ("input_file_id", "endpoint", "completion_window", "metadata", "priority")
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -38,6 +38,9 @@ def asked_batch(body: dict[str, Any]) -> Asked:
         code = ErrorCode.UNSUPPORTED_PARAMETER.value
         message = f"{unknown[0][:100]} is not known here"
         raise ApiError(400, message, code=code, param=unknown[0][:100])
+    priority = body.get("priority") or 0
+    if type(priority) is not int or abs(priority) > TOP_PRIORITY:
+        raise _invalid(f"priority must be {-TOP_PRIORITY} to {TOP_PRIORITY}", "priority")
     seconds = window_s(body["completion_window"])
     if seconds is None:
         raise _invalid("completion_window must be like 30m, 24h or 7d", "completion_window")
@@ -47,6 +50,7 @@ def asked_batch(body: dict[str, Any]) -> Asked:
         body["completion_window"],
         seconds,
         _metadata(body.get("metadata")),
+        priority,
     )
 
 

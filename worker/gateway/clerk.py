@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import redis
 
-from dflash_batch.worker.contract import ErrorCode, RowResult, RowStatus
+from dflash_batch.worker.contract import ErrorCode, JobSpec, RowResult, RowStatus
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.gateway.batches import Batches, BatchRecord, Status
 from dflash_batch.worker.gateway.files import Files
@@ -148,7 +148,7 @@ class Clerk:
             ]
             self._end(record, "failed", errors=errors, total=reading.requests)
             return False
-        submit(queue, reading.rows, record.ref, batch_id=record.id, name=record.input_file_id)
+        _queue_rows(queue, record, reading.rows)
         shelf = self._batches.shelf
         with shelf.lock:
             now = shelf.get(record.id)
@@ -196,7 +196,7 @@ class Clerk:
                 status is None or (status.done and not queue.results(record.id, "0-0", 1, 0))
             ):
                 queue.forget(record.id)
-                submit(queue, missing, record.ref, batch_id=record.id, name=record.input_file_id)
+                _queue_rows(queue, record, missing)
                 status = None
             tail = Tail(queue, record.id, files, status.exported if status else "0-0")
         except BaseException:
@@ -246,6 +246,17 @@ class Clerk:
     def _end(self, record: BatchRecord, status: Status, **facts: Any) -> None:
         now = int(time.time())
         self._batches.shelf.change(record.id, status=status, **{f"{status}_at": now}, **facts)
+
+
+def _queue_rows(queue: Queue, record: BatchRecord, rows: Sequence[JobSpec]) -> None:
+    submit(
+        queue,
+        rows,
+        record.ref,
+        batch_id=record.id,
+        name=record.input_file_id,
+        priority=record.priority,
+    )
 
 
 def _counts(files: ResultFiles) -> dict[str, int]:

@@ -20,7 +20,15 @@ from queue import Empty, SimpleQueue
 
 import redis
 
-from dflash_batch.worker.contract import Batch, JobSpec, Key, ModelRef, RowResult, Shard
+from dflash_batch.worker.contract import (
+    TOP_PRIORITY,
+    Batch,
+    JobSpec,
+    Key,
+    ModelRef,
+    RowResult,
+    Shard,
+)
 from dflash_batch.worker.errors import UserError
 from dflash_batch.worker.gateway.errors import ApiError
 from dflash_batch.worker.log import warn
@@ -156,7 +164,13 @@ class Desk:
                 continue
             self._waiting[call.batch_id] = call
             queue.create(
-                Batch(id=call.batch_id, model=call.model, name="live", created=time.time())
+                Batch(
+                    id=call.batch_id,
+                    model=call.model,
+                    name="live",
+                    created=time.time(),
+                    priority=TOP_PRIORITY,
+                )
             )
             queue.add([Shard(id=f"{call.batch_id}-0", batch_id=call.batch_id, rows=[call.row])])
             queue.seal(call.batch_id, 1)
