@@ -46,7 +46,7 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --editable '.[serve,test]'
 	touch $@
 
 clean:

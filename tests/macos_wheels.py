@@ -21,7 +21,8 @@ VERSIONS = ("3.11", "3.12", "3.13")
 
 def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    names = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    extras = project["optional-dependencies"]
+    names = [*project["dependencies"], *extras["serve"], *extras["test"]]
     failed = []
     for version in VERSIONS:
         wanted = list(map(str, on_a_mac(names, version)))
