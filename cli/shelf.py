@@ -43,7 +43,11 @@ def open_hub() -> Hub:
 
 @click.group("models")
 def command() -> None:
-    """Models at hand: list, fetch and remove them, and check that a pair fits."""
+    """Models at hand: list, fetch and remove them, and check that a pair fits.
+
+    \b
+    Example: dflash-batch models ls --all
+    """
 
 
 @command.command("ls")

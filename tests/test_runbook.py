@@ -52,9 +52,9 @@ def test_every_exit_code_is_explained() -> None:
 
 
 def test_every_error_of_a_command_is_explained_with_its_exit_code() -> None:
-    for path in [*(ROOT / "cli").glob("*.py"), *(ROOT / "worker").glob("*.py")]:
+    for path in [*(ROOT / "cli").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]:
         if path.stem != "__init__":
-            import_module(f"dflash_batch.{path.parent.name}.{path.stem}")
+            import_module(".".join(["dflash_batch", *path.relative_to(ROOT).with_suffix("").parts]))
     told = {re.findall(r"`(\w+)`", code)[0]: int(n) for code, n, *_ in rows("Errors of a command")}
     codes = {kind.code for kind in family(UserError) if kind.__module__.startswith("dflash_batch.")}
     assert told == {code: exits.exit_code(code) for code in codes}
@@ -67,7 +67,7 @@ def family(kind: type[UserError]) -> Iterator[type[UserError]]:
 
 
 def test_every_event_of_the_log_is_explained() -> None:
-    events = {event for path in sorted((ROOT / "worker").glob("*.py")) for event in logged(path)}
+    events = {event for path in sorted((ROOT / "worker").rglob("*.py")) for event in logged(path)}
     assert names("What the log says") == events
 
 

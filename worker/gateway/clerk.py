@@ -118,7 +118,9 @@ class Clerk:
                     warn("batch_waits", batch=record.id, reason=str(error))
                     self._stop.wait(PAUSE_S)
                 except Exception as error:  # the thread has other batches to look after
-                    warn("batch_failed", batch=record.id, trace=traceback.format_exc())
+                    # where, not what: the text of an error may hold a prompt
+                    where = "".join(traceback.format_tb(error.__traceback__))
+                    warn("batch_failed", batch=record.id, trace=where)
                     self._fail(record, f"internal error: {type(error).__name__}")
         if queue is not None:
             queue.client.close()
