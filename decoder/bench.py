@@ -32,7 +32,8 @@ from dflash_batch.decoder.measured import cost_key, keep_table
 from dflash_batch.decoder.policy import SIZES, Fixed, Landed, RowView, best_choices
 from dflash_batch.decoder.types import LoadSpec, Progress, Request
 
-CYCLES = 6  # of each block length; the first one holds compiling and planning
+ROUNDS = 4  # through all block lengths, so that a busy spell of the host spoils none alone
+IN_A_ROW = 2  # cycles of a length in a round; the first round holds compiling and planning
 ACCEPTANCES = (0.5, 0.7, 0.85, 0.95)
 
 
@@ -56,7 +57,7 @@ class Sweep(Fixed):
 
     def __init__(self, sizes: Sequence[int], width: int, until: float) -> None:
         super().__init__(0, trim=False)
-        self._todo = [size for size in sizes for _ in range(CYCLES)]
+        self._todo = [n for _ in range(ROUNDS) for size in sizes for n in [size] * IN_A_ROW]
         self._width = width
         self._until = until
         self._seconds: dict[int, list[float]] = defaultdict(list)
@@ -75,9 +76,9 @@ class Sweep(Fixed):
     def times(self) -> dict[int, float]:
         """Median seconds of a cycle at each block length that was reached."""
         return {
-            size: statistics.median(seconds[1:])
+            size: statistics.median(seconds[IN_A_ROW:])
             for size, seconds in self._seconds.items()
-            if len(seconds) > 1
+            if len(seconds) > IN_A_ROW
         }
 
 
@@ -108,7 +109,7 @@ def _cycles(
     decoder: Decoder, sizes: Sequence[int], rows: int, context: int, until: float
 ) -> dict[int, float]:
     """Seconds of a cycle at each block length, in a batch of random text behind one prefix."""
-    room = 2 * CYCLES * sum(sizes)
+    room = 2 * ROUNDS * IN_A_ROW * sum(sizes)
     vocabulary, limit = decoder.info.vocab_size, decoder.info.context_length
     length = max(1, min(context - column_step(), limit - room))
     shared = np.random.default_rng(0).integers(0, vocabulary, size=length).tolist()
