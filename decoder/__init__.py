@@ -18,8 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # MLX's CUDA backend ends the process when it has met twice as many different graphs as it keeps,
-# 400 by default, and batches of many widths, blocks and lengths go through more. It reads these when
-# it is loaded, which is after us.
+# 400 by default, and batches of many widths, blocks and lengths go through more. It reads these
+# when it is loaded, which is after us.
 for _kept in ("MLX_CUDA_GRAPH_CACHE_SIZE", "MLX_CUDA_SDPA_CACHE_SIZE"):
     os.environ.setdefault(_kept, "8192")
 
