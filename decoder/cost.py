@@ -131,11 +131,6 @@ class Surface:
         """Measurements taken at `tokens` per row, at any width and context."""
         return sum(cell.count for point, cell in self.cells.items() if point[1] == tokens)
 
-    def known(self, rows: int, tokens: int, context: int) -> int:
-        """Measurements taken at a point."""
-        cell = self.cells.get((rows, tokens, bucket(context)))
-        return cell.count if cell is not None else 0
-
     def _prepare(self) -> None:
         if self._weights is None:
             points = list(self.cells)

@@ -7,7 +7,6 @@ brings most tokens per second by what cycles cost here (`cost`) and how drafts h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -212,9 +211,6 @@ class Goodput:
       that changes nothing doubles the wait for the next one. All probes together may cost
       `PROBE_SHARE` of the time.
     - Parked at length 1 it probes the most promising other length, and so comes back.
-    - A host or a GPU that is slower for a while is slower at every length. So what a known point
-      takes against its cost is put down to the machine's tempo first, and to the point slowly:
-      else the length in use would look dear whenever the machine is busy, and be left for no cause.
     - With an empty table it first climbs: a few cycles at each length, until longer blocks could
       not pay even if every draft were right.
     """
@@ -232,8 +228,6 @@ class Goodput:
     PROBE_CYCLES = 6  # at most
     WIDE_ENOUGH = 0.02  # goodput a wider batch may lack
     KEEP_EVERY = 2048  # timed cycles
-    TEMPO_FADE = 0.1  # of what is known of the tempo, a cycle
-    KNOWN = 8  # measurements after which a point's cost is known
 
     def __init__(
         self, table: CostTable, most: int, keep: Callable[[CostTable], object] | None = None
@@ -256,7 +250,6 @@ class Goodput:
         self._elapsed, self._spent = 0.0, 0.0  # seconds, as predicted
         self._climbed = False
         self._seen: set[tuple[int, int, int]] = set()
-        self._tempo = 0.0  # log of seconds over costs, lately
 
     @property
     def parked(self) -> bool:
@@ -284,17 +277,10 @@ class Goodput:
         if shape not in self._seen:
             self._seen.add(shape)  # its first time holds compiling and planning
         elif cycle.seconds is not None and cycle.tokens in self.sizes:
-            self._learn(cycle.width, cycle.tokens, cycle.context, cycle.seconds)
+            self.table.observe(cycle.width, cycle.tokens, cycle.context, cycle.seconds)
             self._news += 1
             if self._news >= self.KEEP_EVERY:
                 self.close()
-
-    def _learn(self, width: int, tokens: int, context: int, seconds: float) -> None:
-        self.table.observe(width, tokens, context, seconds / math.exp(self._tempo))
-        if self.table.forward.known(width, tokens, context) >= self.KNOWN:
-            cost = float(self.table.cycle(width, (tokens,), context)[0])
-            off = min(max(math.log(seconds / cost), -1.0), 1.0)
-            self._tempo += self.TEMPO_FADE * (off - self._tempo)
 
     def admit_more(self, live: int, ready: int, context: int) -> int:
         if self.table.empty:
