@@ -103,7 +103,7 @@ def die_at(point: str, times: int) -> None:
     not on disk; "acknowledge": they are on disk and the queue does not know.
     """
     place: Any = {"add": Queue, "acknowledge": Queue, "write": Appender, "sync": Appender}[point]
-    name = "append" if point == "write" else point
+    name = {"write": "append", "add": "upload"}.get(point, point)
     whole = getattr(place, name)
     left = times
     submit_module.CHUNK = 1  # a shard in each call
