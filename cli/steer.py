@@ -41,15 +41,7 @@ def pause(common: Common, batches: tuple[str, ...], whole: bool, as_json: bool) 
     \b
     Example: dflash-batch pause @last
     """
-    _one_or_other(batches, whole)
-    with open_queue(common) as queue:
-        if whole:
-            queue.pause_all()
-            _tell_queue(common, as_json, paused=True)
-        for status in _found(queue, batches):
-            if not queue.pause(status.batch.id):
-                _expect(queue, status, BatchState.PAUSED)
-            _tell(common, queue, status, "paused", as_json)
+    _switch(common, batches, whole, as_json, paused=True)
 
 
 @click.command("resume")
@@ -64,15 +56,7 @@ def resume(common: Common, batches: tuple[str, ...], whole: bool, as_json: bool)
     \b
     Example: dflash-batch resume @last
     """
-    _one_or_other(batches, whole)
-    with open_queue(common) as queue:
-        if whole:
-            queue.resume_all()
-            _tell_queue(common, as_json, paused=False)
-        for status in _found(queue, batches):
-            if not queue.resume(status.batch.id):
-                _expect(queue, status, BatchState.RUNNING)
-            _tell(common, queue, status, "running", as_json)
+    _switch(common, batches, whole, as_json, paused=False)
 
 
 @click.command("cancel")
@@ -184,6 +168,23 @@ def _tell_queue(common: Common, as_json: bool, *, paused: bool) -> None:
         click.echo(json.dumps({"queue_paused": paused}))
     elif not common.quiet:
         talk("the queue is paused" if paused else "the queue goes on")
+
+
+def _switch(
+    common: Common, batches: tuple[str, ...], whole: bool, as_json: bool, *, paused: bool
+) -> None:
+    """Pause or resume the whole queue, or batches."""
+    _one_or_other(batches, whole)
+    state = BatchState.PAUSED if paused else BatchState.RUNNING
+    with open_queue(common) as queue:
+        if whole:
+            queue.pause_all() if paused else queue.resume_all()
+            _tell_queue(common, as_json, paused=paused)
+        for status in _found(queue, batches):
+            batch = status.batch.id
+            if not (queue.pause(batch) if paused else queue.resume(batch)):
+                _expect(queue, status, state)
+            _tell(common, queue, status, state.value, as_json)
 
 
 def _one_or_other(

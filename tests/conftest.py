@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fakeredis
 import pytest
 import redis
 from chaos_tools import RUN_VARIABLE, Report, Scene, end_processes
@@ -41,6 +42,17 @@ def redis_client(valkey_url: str) -> Iterator[redis.Redis]:
     client.flushall()
     yield client
     client.close()
+
+
+@pytest.fixture(params=["valkey", "fakeredis"])
+def queue_on_either(request: pytest.FixtureRequest, redis_client: redis.Redis) -> Iterator[Queue]:
+    """A queue on a real server, and one on the imitation."""
+    if request.param == "valkey":
+        yield Queue(redis_client)
+    else:
+        fake = fakeredis.FakeRedis()
+        yield Queue(fake)
+        fake.close()
 
 
 @pytest.fixture

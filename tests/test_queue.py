@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import fakeredis
 import pytest
 import redis
 from queue_tools import MODEL, all_results, assert_settled, done, row, submit
@@ -25,14 +22,9 @@ from dflash_batch.worker.queue import Queue, QueueRefused, QueueUnreachable, con
 TTL = 60_000
 
 
-@pytest.fixture(params=["valkey", "fakeredis"])
-def queue(request: pytest.FixtureRequest, redis_client: redis.Redis) -> Iterator[Queue]:
-    if request.param == "valkey":
-        yield Queue(redis_client)
-    else:
-        fake = fakeredis.FakeRedis()
-        yield Queue(fake)
-        fake.close()
+@pytest.fixture
+def queue(queue_on_either: Queue) -> Queue:
+    return queue_on_either
 
 
 def finish(queue: Queue, lease: Lease) -> None:

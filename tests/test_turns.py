@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 
-import fakeredis
 import pytest
-import redis
 from queue_tools import MODEL, assert_settled, done, row, submit
 
 from dflash_batch.worker.contract import Batch, BatchState, Key, Lease, Shard, WorkerInfo
@@ -18,14 +15,9 @@ from dflash_batch.worker.queue import Queue
 TTL = 60_000
 
 
-@pytest.fixture(params=["valkey", "fakeredis"])
-def queue(request: pytest.FixtureRequest, redis_client: redis.Redis) -> Iterator[Queue]:
-    if request.param == "valkey":
-        yield Queue(redis_client)
-    else:
-        fake = fakeredis.FakeRedis()
-        yield Queue(fake)
-        fake.close()
+@pytest.fixture
+def queue(queue_on_either: Queue) -> Queue:
+    return queue_on_either
 
 
 def upload(queue: Queue, batch_id: str, groups: str, **facts: float) -> None:
