@@ -114,13 +114,6 @@ def read_head(file: BinaryIO, digest: str) -> Head:
     return Head(facts, places, payload, 8 + length, facts["checksum"])
 
 
-def read_tensor(file: BinaryIO, head: Head, name: str) -> Tensor:
-    """One tensor, not checked against anything. Raises BadBlob when it is cut off."""
-    dtype, shape, begin, end = head.places[name]
-    file.seek(head.size + begin)
-    return Tensor(dtype, shape, _fill(file, end - begin))
-
-
 def read_all(file: BinaryIO, head: Head) -> dict[str, Tensor]:
     """All tensors, their checksum verified. Raises BadBlob."""
     file.seek(head.size)
